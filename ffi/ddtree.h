@@ -1,0 +1,156 @@
+// The C ABI of ddtree: one argument block and two entry points per kernel.
+//
+// Every pointer is raw and caller-owned, device memory for *_cuda and host memory for *_cpu. Arrays are dense and row
+// major in the shape that the field's comment gives. Nothing here allocates, synchronises or reads device data on the
+// host; sizes are host integers, everything that changes from round to round (lengths, budgets, a layer) is an array.
+//
+//   *_cuda(args, stream)       enqueues on `stream` (a cudaStream_t) and returns.
+//   *_cpu(args, task, tasks)   does share `task` of `tasks` equal shares; call it for every task in 0..tasks-1, in any
+//                              order and on any threads. (args, 0, 1) does all of it.
+//   *_workspace(...)           bytes of scratch that the CUDA entry point needs; its contents need no initialisation.
+//
+// Notation: B requests, L draft positions, V vocabulary, K candidates a position, N nodes (budget + 1, root at 0),
+// W = ceil(N / 32) mask words, S cache rows a request, H heads. A latent row is 512 latent then 64 rope numbers.
+#ifndef DDTREE_FFI_DDTREE_H_
+#define DDTREE_FFI_DDTREE_H_
+
+#include <stddef.h>
+#include <stdint.h>
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+enum {
+  DDTREE_LATENT_DIM = 512,              // compressed K/V numbers a row: what attention returns
+  DDTREE_ROPE_DIM = 64,                 // shared rotary key numbers a row
+  DDTREE_ROW_DIM = 576,                 // one cache row and one query
+  DDTREE_MAX_NODES = 257,               // budget 256 and the root
+  DDTREE_MAX_WORDS = 9,                 // ceil(257 / 32)
+  DDTREE_MAX_DEPTH = 31,                // L
+  DDTREE_MAX_CANDIDATES = 256,          // K
+};
+
+typedef enum { DDTREE_F32 = 0, DDTREE_BF16 = 1 } ddtree_dtype;
+
+typedef enum {
+  DDTREE_OK = 0,
+  DDTREE_INVALID_ARGUMENT = 1,  // a size, dtype or null pointer that the kernel cannot serve
+  DDTREE_LAUNCH_FAILED = 2,     // the CUDA runtime refused the launch
+} ddtree_status;
+
+// Static text for a ddtree_status.
+const char* ddtree_error_string(int status);
+
+// The k largest logits of each row, logit descending then id ascending, normalised over the whole row.
+// NaN logits count as -inf; a row whose normaliser is not finite gives -inf throughout.
+typedef struct {
+  const void* logits;   // [rows, V] of `dtype`
+  float* log_probs;     // [rows, K]
+  int32_t* token_ids;   // [rows, K]
+  void* workspace;      // CUDA only
+  size_t workspace_bytes;
+  int64_t rows, vocab, k;  // 1 <= K <= min(V, DDTREE_MAX_CANDIDATES)
+  int32_t dtype;
+} ddtree_draft_topk_args;
+size_t ddtree_draft_topk_workspace(int64_t rows, int64_t vocab, int64_t k);
+int ddtree_draft_topk_cpu(const ddtree_draft_topk_args* args, int64_t task, int64_t tasks);
+int ddtree_draft_topk_cuda(const ddtree_draft_topk_args* args, void* stream);
+
+// The best-first draft tree: nodes in the order in which the heap of the reference pops them. Keys are float64 sums of
+// float32 log-probs added from the root down; ties go to the lexicographically smaller rank path, a prefix first.
+// keep_spine reserves room for the all-rank-0 path in every request whose budget is at least L.
+typedef struct {
+  const float* log_probs;      // [B, L, K], non-increasing in K, <= 0, no NaN
+  const int32_t* token_ids;    // [B, L, K]
+  const int32_t* root_tokens;  // [B]
+  const int32_t* budgets;      // [B], clamped to 0..budget
+  int32_t* tokens;             // [B, N]
+  int32_t* parents;            // [B, N], -1 for the root and for rows past num_nodes
+  int32_t* depths;             // [B, N], 0 past num_nodes
+  int32_t* next_token;         // [B, N] first child, -1 none
+  int32_t* next_sibling;       // [B, N] -1 none
+  uint32_t* ancestors;         // [B, N, W] bit j of row i: node j is i or an ancestor of i; a row past num_nodes: bit i
+  float* out_log_probs;        // [B, N] cumulative; 0 for the root, -inf past num_nodes
+  int32_t* num_nodes;          // [B], root included
+  void* workspace;             // CUDA only
+  size_t workspace_bytes;
+  int64_t batch, depth, k, budget;  // N = budget + 1
+  int32_t keep_spine;
+} ddtree_tree_build_args;
+size_t ddtree_tree_build_workspace(int64_t batch, int64_t depth, int64_t k, int64_t budget);
+int ddtree_tree_build_cpu(const ddtree_tree_build_args* args, int64_t task, int64_t tasks);
+int ddtree_tree_build_cuda(const ddtree_tree_build_args* args, void* stream);
+
+// Absorbed MLA attention of the tree's rows over the whole prefix and over their ancestors in the tree.
+// Row i of request b sees cache rows [0, lengths[b]) and row lengths[b] + j for every ancestor bit j. A row past
+// num_nodes[b] sees only its own row. NaN or inf stays inside its own request.
+typedef struct {
+  const void* query;          // [B, N, H, 576] of `dtype`
+  const void* cache;          // [layers, B, S, 576] of `dtype`, the tree's rows at lengths[b] .. lengths[b] + N - 1
+  const uint32_t* ancestors;  // [B, N, W]
+  const int32_t* lengths;     // [B], clamped to 0 .. S - N
+  const int32_t* num_nodes;   // [B]
+  const int32_t* layer;       // [], clamped to 0 .. layers - 1
+  void* out;                  // [B, N, H, 512] of `dtype`
+  void* workspace;            // CUDA only
+  size_t workspace_bytes;
+  int64_t layers, batch, rows, nodes, heads;  // rows = S
+  float scale;
+  int32_t dtype;
+} ddtree_verify_attn_args;
+size_t ddtree_verify_attn_workspace(int64_t batch, int64_t rows, int64_t nodes, int64_t heads, int32_t dtype);
+int ddtree_verify_attn_cpu(const ddtree_verify_attn_args* args, int64_t task, int64_t tasks);
+int ddtree_verify_attn_cuda(const ddtree_verify_attn_args* args, void* stream);
+
+// cache[layer, b, lengths[b] + i, :] = latents[b, i, :]; rows that fall outside 0 .. S - 1 are dropped.
+typedef struct {
+  void* cache;             // [layers, B, S, width], in place
+  const void* latents;     // [B, N, width]
+  const int32_t* lengths;  // [B]
+  const int32_t* layer;    // [], a value outside 0 .. layers - 1 writes nothing
+  int64_t layers, batch, rows, nodes, width;
+  int32_t dtype;
+} ddtree_append_latents_args;
+int ddtree_append_latents_cpu(const ddtree_append_latents_args* args, int64_t task, int64_t tasks);
+int ddtree_append_latents_cuda(const ddtree_append_latents_args* args, void* stream);
+
+// Walks each tree from the root along the target's tokens. target_tokens[b, i] is the target's token after node i; a
+// negative one means that the target has none there (its logits were not finite): the walk emits nothing more and
+// finishes. Emission ends right after the first stop token and never exceeds max_new.
+typedef struct {
+  const int32_t* tokens;         // [B, N]
+  const int32_t* next_token;     // [B, N]
+  const int32_t* next_sibling;   // [B, N]
+  const int32_t* num_nodes;      // [B]
+  const int32_t* target_tokens;  // [B, N]
+  const int32_t* stop_tokens;    // [M]
+  const int32_t* max_new;        // [B]
+  int32_t* nodes;                // [B, L + 1] root first; -1 at and past num_emitted
+  int32_t* out_tokens;           // [B, L + 1] emitted; -1 past num_emitted
+  int32_t* num_emitted;          // [B]
+  uint8_t* finished;             // [B] 1 when a stop token, max_new or a negative token ended it
+  int64_t batch, max_nodes, depth, num_stops;  // N, L, M
+} ddtree_tree_accept_args;
+int ddtree_tree_accept_cpu(const ddtree_tree_accept_args* args, int64_t task, int64_t tasks);
+int ddtree_tree_accept_cuda(const ddtree_tree_accept_args* args, void* stream);
+
+// cache[:, b, lengths[b] + j, :] = cache[:, b, lengths[b] + nodes[b, j], :] for j < num_emitted[b], in every layer.
+// nodes[b, :num_emitted[b]] is strictly increasing, so nodes[b, j] >= j and ascending j may move in place. A node below
+// 0 or a row outside the cache moves nothing.
+typedef struct {
+  void* cache;                 // [layers, B, S, width], in place
+  const int32_t* nodes;        // [B, path]
+  const int32_t* num_emitted;  // [B]
+  const int32_t* lengths;      // [B]
+  int64_t layers, batch, rows, width, path;  // path = L + 1
+  int32_t dtype;
+} ddtree_commit_path_args;
+int ddtree_commit_path_cpu(const ddtree_commit_path_args* args, int64_t task, int64_t tasks);
+int ddtree_commit_path_cuda(const ddtree_commit_path_args* args, void* stream);
+
+#ifdef __cplusplus
+}  // extern "C"
+#endif
+
+#endif  // DDTREE_FFI_DDTREE_H_

@@ -1,0 +1,410 @@
+"""What `config.json` says about a target and about a drafter. No constant of a model is written anywhere else."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from collections.abc import Mapping
+from typing import Any
+
+from .rope import RopeConfig
+
+LATENT_DIM = 512  # what the kernels serve: see ffi/ddtree.h
+ROPE_DIM = 64
+
+
+class _Section:
+    """A JSON object that names its file and key when something is missing."""
+
+    def __init__(self, values: Mapping[str, Any], where: str):
+        self.values = values
+        self.where = where
+
+    def need(self, key: str) -> Any:
+        if key not in self.values:
+            raise ValueError(f"{self.where}: the key {key!r} is missing")
+        return self.values[key]
+
+    def get(self, key: str, default: Any = None) -> Any:
+        value = self.values.get(key)
+        return default if value is None else value
+
+    def only(self, key: str, *served: Any):
+        """Refuses any value of `key` but those served; a missing key is fine."""
+        value = self.values.get(key)
+        if value is not None and value not in served:
+            choices = " or ".join(repr(s) for s in served)
+            raise ValueError(f"{self.where}: {key} is {value!r}, but only {choices} is supported")
+
+
+def read_json(path_or_dict: str | os.PathLike | Mapping[str, Any]) -> tuple[dict[str, Any], str]:
+    """The object and a name for messages. A folder stands for the config.json in it.
+
+    Raises:
+      FileNotFoundError: no such file.
+      ValueError: not JSON, or not an object.
+    """
+    if isinstance(path_or_dict, Mapping):
+        return dict(path_or_dict), "config"
+    path = os.fspath(path_or_dict)
+    if os.path.isdir(path):
+        path = os.path.join(path, "config.json")
+    if not os.path.isfile(path):
+        raise FileNotFoundError(f"{path}: no such file; a checkpoint folder holds a config.json")
+    with open(path, encoding="utf-8") as file:
+        try:
+            values = json.load(file)
+        except ValueError as error:
+            raise ValueError(f"{path}: not valid JSON ({error})") from error
+    if not isinstance(values, dict):
+        raise ValueError(f"{path}: expected a JSON object, found a {type(values).__name__}")
+    return values, path
+
+
+def _rope(section: _Section) -> RopeConfig:
+    """Reads `rope_parameters` (transformers 5) or `rope_theta` with `rope_scaling` (before)."""
+    nested = section.get("rope_parameters")
+    scaling = nested if nested is not None else section.get("rope_scaling", {})
+    if not isinstance(scaling, Mapping):
+        raise ValueError(f"{section.where}: the rope scaling must be an object, not {scaling!r}")
+    inner = _Section(scaling, f"{section.where} (rope)")
+    theta = inner.get("rope_theta", section.get("rope_theta"))
+    if theta is None:
+        raise ValueError(f"{section.where}: the key 'rope_theta' is missing")
+    kind = inner.get("rope_type", inner.get("type", "default"))
+    override = section.get("rope_attention_factor", inner.get("attention_factor"))
+    if kind == "default":
+        return RopeConfig(theta=float(theta))
+    if kind not in ("yarn", "deepseek_yarn"):
+        raise ValueError(
+            f"{section.where}: rope type {kind!r}, but only 'default' or 'yarn' is supported"
+        )
+    optional = {
+        key: float(inner.get(key))
+        for key in ("mscale", "mscale_all_dim")
+        if inner.get(key) is not None
+    }
+    return RopeConfig(
+        theta=float(theta),
+        factor=float(inner.need("factor")),
+        original_max_position_embeddings=int(
+            inner.get("original_max_position_embeddings") or section.need("max_position_embeddings")
+        ),
+        beta_fast=float(inner.get("beta_fast", 32.0)),
+        beta_slow=float(inner.get("beta_slow", 1.0)),
+        attention_factor=None if override is None else float(override),
+        **optional,
+    )
+
+
+def _ids(value: Any) -> tuple[int, ...]:
+    if value is None:
+        return ()
+    return tuple(int(v) for v in value) if isinstance(value, list | tuple) else (int(value),)
+
+
+@dataclasses.dataclass(frozen=True)
+class KimiK26Config:
+    """Sizes and constants of a Kimi K2 / DeepSeek-V3 text model, under the names of its config.json.
+
+    Attributes beyond those names:
+      rope: rotary constants.
+      latent_norm_eps: epsilon of the norms on the query's and the keys' latents. The published models
+        build them without the config's epsilon, hence 1e-6.
+      experts: "int4" when the routed experts are stored packed, else "float".
+      dtype: dtype of the checkpoint's other tensors, "bfloat16" or "float32".
+    """
+
+    vocab_size: int
+    hidden_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    q_lora_rank: int | None
+    kv_lora_rank: int
+    qk_nope_head_dim: int
+    qk_rope_head_dim: int
+    v_head_dim: int
+    intermediate_size: int
+    moe_intermediate_size: int
+    n_routed_experts: int
+    num_experts_per_tok: int
+    n_shared_experts: int
+    n_group: int
+    topk_group: int
+    norm_topk_prob: bool
+    routed_scaling_factor: float
+    first_k_dense_replace: int
+    moe_layer_freq: int
+    rms_norm_eps: float
+    max_position_embeddings: int
+    rope: RopeConfig
+    latent_norm_eps: float = 1e-6
+    tie_word_embeddings: bool = False
+    initializer_range: float = 0.02
+    eos_token_ids: tuple[int, ...] = ()
+    experts: str = "float"
+    dtype: str = "bfloat16"
+
+    def __post_init__(self):
+        for name, served in (("kv_lora_rank", LATENT_DIM), ("qk_rope_head_dim", ROPE_DIM)):
+            if getattr(self, name) != served:
+                raise ValueError(
+                    f"{name} must be {served} (what the kernels serve), not {getattr(self, name)}"
+                )
+        if self.n_routed_experts % self.n_group:
+            raise ValueError(
+                f"n_routed_experts {self.n_routed_experts} must be a multiple of n_group {self.n_group}"
+            )
+        chosen_from = self.n_routed_experts // self.n_group * self.topk_group
+        if not 1 <= self.num_experts_per_tok <= chosen_from:
+            raise ValueError(
+                f"num_experts_per_tok must lie in 1 .. {chosen_from}, not {self.num_experts_per_tok}"
+            )
+
+    @classmethod
+    def from_json(cls, path_or_dict) -> KimiK26Config:
+        """Reads a kimi_k25 wrapper (its `text_config`) or a flat kimi_k2 / deepseek_v3 config.
+
+        Raises:
+          FileNotFoundError: no such file.
+          ValueError: a needed key is missing, or a value is one that this model does not compute.
+        """
+        values, where = read_json(path_or_dict)
+        outer = _Section(values, where)
+        text = outer
+        if "text_config" in values:
+            if not isinstance(values["text_config"], Mapping):
+                raise ValueError(f"{where}: text_config must be an object")
+            text = _Section(values["text_config"], f"{where} (text_config)")
+        text.only("model_type", "kimi_k2", "deepseek_v3")
+        text.only("hidden_act", "silu")
+        text.only("scoring_func", "sigmoid")
+        text.only("topk_method", "noaux_tc")
+        text.only("attention_bias", False)
+        text.only("rope_interleave", True)
+        quantization = text.get("quantization_config", outer.get("quantization_config"))
+        try:
+            return cls(
+                **{name: int(text.need(name)) for name in _TARGET_INTEGERS},
+                q_lora_rank=text.need("q_lora_rank"),
+                n_shared_experts=int(text.get("n_shared_experts", 0)),
+                n_group=int(text.get("n_group", 1)),
+                topk_group=int(text.get("topk_group", 1)),
+                norm_topk_prob=bool(text.get("norm_topk_prob", True)),
+                routed_scaling_factor=float(text.need("routed_scaling_factor")),
+                moe_layer_freq=int(text.get("moe_layer_freq", 1)),
+                rms_norm_eps=float(text.need("rms_norm_eps")),
+                rope=_rope(text),
+                latent_norm_eps=float(text.get("latent_norm_eps", 1e-6)),
+                tie_word_embeddings=bool(
+                    text.get("tie_word_embeddings", outer.get("tie_word_embeddings", False))
+                ),
+                initializer_range=float(text.get("initializer_range", 0.02)),
+                eos_token_ids=_ids(text.get("eos_token_id", outer.get("eos_token_id"))),
+                experts="float" if quantization is None else _int4(quantization, where),
+                dtype=_dtype(text, outer),
+            )
+        except TypeError as error:
+            raise ValueError(f"{text.where}: a value has the wrong type ({error})") from error
+
+    def is_moe(self, layer: int) -> bool:
+        """Whether the 0-based `layer` routes to experts."""
+        return layer >= self.first_k_dense_replace and layer % self.moe_layer_freq == 0
+
+    @property
+    def softmax_scale(self) -> float:
+        """(qk_nope + qk_rope)^-0.5 times YaRN's squared mscale."""
+        return (self.qk_nope_head_dim + self.qk_rope_head_dim) ** -0.5 * self.rope.softmax_factor
+
+
+_TARGET_INTEGERS = (
+    "vocab_size",
+    "hidden_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "kv_lora_rank",
+    "qk_nope_head_dim",
+    "qk_rope_head_dim",
+    "v_head_dim",
+    "intermediate_size",
+    "moe_intermediate_size",
+    "n_routed_experts",
+    "num_experts_per_tok",
+    "first_k_dense_replace",
+    "max_position_embeddings",
+)
+
+
+def _int4(quantization: Any, where: str) -> str:
+    """Checks that a quantization_config is the one that K2.5 and K2.6 use: packed int4 in groups of 32."""
+    remedy = "supported is compressed-tensors pack-quantized int4, symmetric, in groups of 32"
+    try:
+        weights = [group["weights"] for group in quantization["config_groups"].values()]
+        served = quantization["format"] == "pack-quantized" and all(
+            (w["num_bits"], w["type"], w["symmetric"], w["strategy"], w["group_size"])
+            == (4, "int", True, "group", 32)
+            for w in weights
+        )
+    except (TypeError, KeyError, AttributeError) as error:
+        raise ValueError(
+            f"{where}: quantization_config cannot be read ({error!r}); {remedy}"
+        ) from error
+    if not served:
+        raise ValueError(f"{where}: quantization_config asks for something else; {remedy}")
+    return "int4"
+
+
+def _dtype(*sections: _Section) -> str:
+    for section in sections:
+        name = section.get("dtype", section.get("torch_dtype"))
+        if name is not None:
+            section.only("dtype", "bfloat16", "float32")
+            section.only("torch_dtype", "bfloat16", "float32")
+            return name
+    return "bfloat16"
+
+
+@dataclasses.dataclass(frozen=True)
+class DraftLayer:
+    """How one drafter layer sees the block: `causal`, and a `window` of positions (None: all)."""
+
+    causal: bool = False
+    window: int | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class DFlashConfig:
+    """Sizes and constants of a DFlash drafter (arXiv 2602.06036), under the names of its config.json.
+
+    Attributes beyond those names:
+      taps: 0-based target layers whose outputs feed the drafter, in the order of `fc`'s columns.
+      layers: one `DraftLayer` for each decoder layer.
+      dtype: dtype of the checkpoint, or None when the config does not say.
+    """
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    rms_norm_eps: float
+    max_position_embeddings: int
+    rope: RopeConfig
+    block_size: int
+    mask_token_id: int
+    taps: tuple[int, ...]
+    num_target_layers: int
+    layers: tuple[DraftLayer, ...]
+    input_embedding_scale: float = 1.0
+    output_multiplier: float = 1.0
+    final_logit_softcapping: float | None = None
+    initializer_range: float = 0.02
+    dtype: str | None = None
+
+    def __post_init__(self):
+        if self.block_size < 2:
+            raise ValueError(
+                f"block_size must be at least 2 (the root and one mask), not {self.block_size}"
+            )
+        if self.num_attention_heads % self.num_key_value_heads:
+            raise ValueError(
+                f"num_attention_heads {self.num_attention_heads} must be a multiple of "
+                f"num_key_value_heads {self.num_key_value_heads}"
+            )
+        if not 0 <= self.mask_token_id < self.vocab_size:
+            raise ValueError(
+                f"mask_token_id {self.mask_token_id} lies outside the vocabulary {self.vocab_size}"
+            )
+        for tap in self.taps:
+            if not 0 <= tap < self.num_target_layers:
+                raise ValueError(
+                    f"target layer {tap} lies outside the target's {self.num_target_layers} layers"
+                )
+        if len(self.layers) != self.num_hidden_layers:
+            raise ValueError(
+                f"layer_types names {len(self.layers)} layers, num_hidden_layers is {self.num_hidden_layers}"
+            )
+
+    @classmethod
+    def from_json(cls, path_or_dict) -> DFlashConfig:
+        """Reads a DFlashDraftModel config; `dflash_config` wins over the top level.
+
+        Raises:
+          FileNotFoundError: no such file.
+          ValueError: a needed key is missing, or a value is one that this drafter does not compute.
+        """
+        values, where = read_json(path_or_dict)
+        nested = values.get("dflash_config") or {}
+        if not isinstance(nested, Mapping):
+            raise ValueError(f"{where}: dflash_config must be an object")
+        both = _Section({**values, **{k: v for k, v in nested.items() if v is not None}}, where)
+        architectures = both.get("architectures", ["DFlashDraftModel"])
+        if "DFlashDraftModel" not in architectures:
+            raise ValueError(
+                f"{where}: architectures is {architectures!r}, expected 'DFlashDraftModel'"
+            )
+        both.only("hidden_act", "silu")
+        both.only("attention_bias", False)
+        softcap = both.get("final_logit_softcapping")
+        try:
+            layers = int(both.need("num_hidden_layers"))
+            targets = int(both.need("num_target_layers"))
+            return cls(
+                **{name: int(both.need(name)) for name in _DRAFTER_INTEGERS},
+                num_hidden_layers=layers,
+                num_target_layers=targets,
+                rms_norm_eps=float(both.need("rms_norm_eps")),
+                rope=_rope(both),
+                block_size=int(both.get("block_size", 16)),
+                taps=_ids(both.get("target_layer_ids")) or default_taps(targets, layers),
+                layers=_draft_layers(both, layers),
+                input_embedding_scale=float(both.get("input_embedding_scale", 1.0)),
+                output_multiplier=float(both.get("output_multiplier", 1.0)),
+                final_logit_softcapping=None if softcap is None else float(softcap),
+                initializer_range=float(both.get("initializer_range", 0.02)),
+                dtype=both.get("dtype", both.get("torch_dtype")),
+            )
+        except TypeError as error:
+            raise ValueError(f"{where}: a value has the wrong type ({error})") from error
+
+
+_DRAFTER_INTEGERS = (
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "max_position_embeddings",
+    "mask_token_id",
+)
+
+
+def default_taps(target_layers: int, taps: int) -> tuple[int, ...]:
+    """DFlash's rule for a config without target_layer_ids: evenly spread, the first two and last ones spared."""
+    if taps == 1:
+        return (target_layers // 2,)
+    return tuple(round(1 + i * (target_layers - 4) / (taps - 1)) for i in range(taps))
+
+
+def _draft_layers(section: _Section, count: int) -> tuple[DraftLayer, ...]:
+    """Window and causality of each layer; sliding layers were trained causal unless the config says."""
+    causal = section.get("causal", section.get("is_causal"))
+    if section.get("use_swa"):
+        window = int(section.need("swa_window_size"))
+        return (DraftLayer(causal=bool(causal), window=window),) * count
+    layers = []
+    for kind in section.get("layer_types", ["full_attention"] * count):
+        if kind not in ("full_attention", "sliding_attention"):
+            raise ValueError(f"{section.where}: unknown layer type {kind!r}")
+        sliding = kind == "sliding_attention"
+        layers.append(
+            DraftLayer(
+                causal=sliding if causal is None else bool(causal),
+                window=int(section.need("sliding_window")) if sliding else None,
+            )
+        )
+    return tuple(layers)

@@ -1,0 +1,225 @@
+"""The Kimi K2.6 text model: multi-head latent attention and a mixture of experts (DeepSeek-V3's architecture).
+
+Two forms of the same attention (DeepSeek-V2, arXiv 2405.04434, section 2.1): `forward` expands the latents to keys and
+values of every head, which suits long sequences and training; `verify` absorbs the expansion into the queries and
+reads the latent cache as it is, 576 numbers a row, which suits few rows over a long context.
+
+Names follow the checkpoint's; linear kernels are [inputs, outputs].
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from . import rope
+from .config import LATENT_DIM, ROPE_DIM, KimiK26Config
+from .layers import MLP, Linear, RMSNorm, normal
+from .moe import MoE
+
+
+class LatentUp(nnx.Module):
+    """kv_b_proj in two: `k_up [H, qk_nope, 512]` and `v_up [H, 512, v]`, laid out for the absorbed form."""
+
+    def __init__(self, config: KimiK26Config, *, dtype, rngs: nnx.Rngs | None):
+        heads, std = config.num_attention_heads, config.initializer_range
+        self.k_up = nnx.Param(
+            normal((heads, config.qk_nope_head_dim, LATENT_DIM), dtype, rngs, std)
+        )
+        self.v_up = nnx.Param(normal((heads, LATENT_DIM, config.v_head_dim), dtype, rngs, std))
+
+
+class Attention(nnx.Module):
+    """Multi-head latent attention."""
+
+    def __init__(self, config: KimiK26Config, *, dtype, rngs: nnx.Rngs | None):
+        size, heads = config.hidden_size, config.num_attention_heads
+        head_dim = config.qk_nope_head_dim + config.qk_rope_head_dim
+
+        def linear(inputs, outputs):
+            return Linear(inputs, outputs, dtype=dtype, rngs=rngs, std=config.initializer_range)
+
+        if config.q_lora_rank is None:
+            self.q_proj = linear(size, heads * head_dim)
+        else:
+            self.q_a_proj = linear(size, config.q_lora_rank)
+            self.q_a_layernorm = RMSNorm(config.q_lora_rank, config.latent_norm_eps, dtype=dtype)
+            self.q_b_proj = linear(config.q_lora_rank, heads * head_dim)
+        self.kv_a_proj_with_mqa = linear(size, LATENT_DIM + ROPE_DIM)
+        self.kv_a_layernorm = RMSNorm(LATENT_DIM, config.latent_norm_eps, dtype=dtype)
+        self.kv_b_proj = LatentUp(config, dtype=dtype, rngs=rngs)
+        self.o_proj = linear(heads * config.v_head_dim, size)
+        self.config = config
+
+    def queries(self, x: jax.Array, cos: jax.Array, sin: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """x [B, T, D] to the plain part [B, T, H, qk_nope] and the rotated part [B, T, H, 64]."""
+        if self.config.q_lora_rank is None:
+            query = self.q_proj(x)
+        else:
+            query = self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x)))
+        query = query.reshape(*x.shape[:2], self.config.num_attention_heads, -1)
+        plain, rotary = jnp.split(query, [self.config.qk_nope_head_dim], axis=-1)
+        return plain, rope.rotate_pairs(rotary, cos[:, :, None], sin[:, :, None])
+
+    def latents(self, x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
+        """x [B, T, D] to cache rows [B, T, 576]: the normed latent, then the rotated key that heads share."""
+        latent, rotary = jnp.split(self.kv_a_proj_with_mqa(x), [LATENT_DIM], axis=-1)
+        return jnp.concatenate(
+            [self.kv_a_layernorm(latent), rope.rotate_pairs(rotary, cos, sin)], axis=-1
+        )
+
+    def causal(self, x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
+        """Expanded attention of [B, T, D] over itself; row t sees rows 0 .. t."""
+        plain, rotary = self.queries(x, cos, sin)
+        latent, shared_key = jnp.split(self.latents(x, cos, sin), [LATENT_DIM], axis=-1)
+        keys = jnp.einsum("btr,hdr->bthd", latent, self.kv_b_proj.k_up[...])
+        values = jnp.einsum("btr,hrv->bthv", latent, self.kv_b_proj.v_up[...])
+        scores = jnp.einsum("bthd,bshd->bhts", plain, keys, preferred_element_type=jnp.float32)
+        scores += jnp.einsum(
+            "bthd,bsd->bhts", rotary, shared_key, preferred_element_type=jnp.float32
+        )
+        steps = jnp.arange(x.shape[1])
+        scores = jnp.where(steps[:, None] >= steps, scores * self.config.softmax_scale, -jnp.inf)
+        mixed = jnp.einsum("bhts,bshv->bthv", jax.nn.softmax(scores).astype(x.dtype), values)
+        return self.o_proj(mixed.reshape(*x.shape[:2], -1))
+
+
+class DecoderLayer(nnx.Module):
+    """Pre-norm attention and pre-norm MLP or mixture of experts, each with a residual."""
+
+    def __init__(
+        self, config: KimiK26Config, layer: int, *, dtype, rngs: nnx.Rngs | None, experts: str
+    ):
+        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype=dtype)
+        self.self_attn = Attention(config, dtype=dtype, rngs=rngs)
+        self.post_attention_layernorm = RMSNorm(
+            config.hidden_size, config.rms_norm_eps, dtype=dtype
+        )
+        self.is_moe = config.is_moe(layer)
+        if self.is_moe:
+            self.mlp = MoE(config, dtype=dtype, rngs=rngs, experts=experts)
+        else:
+            self.mlp = MLP(
+                config.hidden_size,
+                config.intermediate_size,
+                dtype=dtype,
+                rngs=rngs,
+                std=config.initializer_range,
+            )
+
+    def feed_forward(self, x: jax.Array, valid: jax.Array | None = None) -> jax.Array:
+        """Adds the second half of the layer to the residual stream [B, T, D]."""
+        normed = self.post_attention_layernorm(x)
+        with jax.named_scope("moe" if self.is_moe else "mlp"):
+            return x + (self.mlp(normed, valid) if self.is_moe else self.mlp(normed))
+
+
+class KimiK26(nnx.Module):
+    """The text model. B requests, T tokens, D hidden_size, V vocab_size.
+
+    Args:
+      config: sizes and constants.
+      dtype: dtype of the parameters and, by them, of the activations.
+      rngs: source of random parameters; without it they are zero.
+      experts: "float" or "int4", how the routed experts are held; the config's way by default.
+    """
+
+    def __init__(
+        self,
+        config: KimiK26Config,
+        *,
+        dtype=jnp.bfloat16,
+        rngs: nnx.Rngs | None = None,
+        experts: str | None = None,
+    ):
+        experts = config.experts if experts is None else experts
+        if experts not in ("float", "int4"):
+            raise ValueError(f"experts must be 'float' or 'int4', not {experts!r}")
+        shape = (config.vocab_size, config.hidden_size)
+        self.embed_tokens = nnx.Param(normal(shape, dtype, rngs, config.initializer_range))
+        self.layers = nnx.List(
+            DecoderLayer(config, layer, dtype=dtype, rngs=rngs, experts=experts)
+            for layer in range(config.num_hidden_layers)
+        )
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype=dtype)
+        if not config.tie_word_embeddings:
+            self.lm_head = Linear(
+                config.hidden_size,
+                config.vocab_size,
+                dtype=dtype,
+                rngs=rngs,
+                std=config.initializer_range,
+            )
+        self.config = config
+
+    @property
+    def vocab_size(self) -> int:
+        return self.config.vocab_size
+
+    @property
+    def hidden_size(self) -> int:
+        return self.config.hidden_size
+
+    @property
+    def num_layers(self) -> int:
+        return self.config.num_hidden_layers
+
+    @property
+    def max_context(self) -> int:
+        """Positions that the rotary embedding was made for."""
+        return self.config.max_position_embeddings
+
+    @property
+    def dtype(self):
+        """Dtype of the parameters."""
+        return self.embed_tokens[...].dtype
+
+    def embed(self, tokens: jax.Array) -> jax.Array:
+        """i32[...] to [..., D]; ids outside the vocabulary are clamped."""
+        return jnp.take(self.embed_tokens[...], tokens, axis=0, mode="clip")
+
+    def head(self, hidden: jax.Array) -> jax.Array:
+        """[..., D] after the final norm to logits f32[..., V]."""
+        if self.config.tie_word_embeddings:
+            return jnp.einsum(
+                "...d,vd->...v", hidden, self.embed_tokens[...], preferred_element_type=jnp.float32
+            )
+        return jnp.dot(hidden, self.lm_head.kernel[...], preferred_element_type=jnp.float32)
+
+    def __call__(self, tokens: jax.Array, positions: jax.Array) -> jax.Array:
+        """Logits f32[B, T, V] of a plain causal pass over i32[B, T] tokens at i32[B, T] positions."""
+        return self.head(self.forward(tokens, positions)[0])
+
+    def forward(
+        self, tokens: jax.Array, positions: jax.Array, *, taps: tuple[int, ...] = ()
+    ) -> tuple[jax.Array, jax.Array]:
+        """A plain causal pass without a cache, differentiable.
+
+        Args:
+          tokens, positions: i32[B, T]; row t sees rows 0 .. t whatever the positions.
+          taps: 0-based layers whose outputs to return.
+
+        Returns:
+          hidden [B, T, D] after the final norm, and features [B, T, len(taps) * D]: the residual stream
+          after each of those layers, concatenated in the order of `taps`.
+        """
+        x = self.embed(tokens)
+        cos, sin = rope.cos_sin(self.config.rope, ROPE_DIM, positions, x.dtype)
+        outputs = []
+        for layer in self.layers:
+            with jax.named_scope("attention"):
+                x = x + layer.self_attn.causal(layer.input_layernorm(x), cos, sin)
+            x = layer.feed_forward(x)
+            outputs.append(x)
+        return self.norm(x), _tapped(outputs, taps)
+
+
+def _tapped(outputs: list[jax.Array], taps: tuple[int, ...]) -> jax.Array:
+    """Outputs of the tapped layers side by side; no columns without taps."""
+    for tap in taps:
+        if not 0 <= tap < len(outputs):
+            raise ValueError(f"taps: layer {tap} lies outside the target's {len(outputs)} layers")
+    if not taps:
+        return jnp.zeros((*outputs[0].shape[:-1], 0), outputs[0].dtype)
+    return jnp.concatenate([outputs[tap] for tap in taps], axis=-1)

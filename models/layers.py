@@ -1,0 +1,52 @@
+"""The two layers that the target and the drafter share."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+
+class Linear(nnx.Module):
+    """x @ kernel, without bias. `kernel` is [inputs, outputs]; zeros without `rngs`."""
+
+    def __init__(
+        self, inputs: int, outputs: int, *, dtype, rngs: nnx.Rngs | None, std: float = 0.02
+    ):
+        self.kernel = nnx.Param(normal((inputs, outputs), dtype, rngs, std))
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return x @ self.kernel[...]
+
+
+class RMSNorm(nnx.Module):
+    """x / rms(x) * weight over the last axis; the statistics are float32, the product in x's dtype."""
+
+    def __init__(self, size: int, eps: float, *, dtype):
+        self.weight = nnx.Param(jnp.ones((size,), dtype))
+        self.eps = eps
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        wide = x.astype(jnp.float32)
+        wide = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + self.eps)
+        # Cast before the weight: in bfloat16 the order shows.
+        return wide.astype(x.dtype) * self.weight[...]
+
+
+class MLP(nnx.Module):
+    """down(silu(gate(x)) * up(x))."""
+
+    def __init__(self, size: int, inner: int, *, dtype, rngs: nnx.Rngs | None, std: float = 0.02):
+        self.gate_proj = Linear(size, inner, dtype=dtype, rngs=rngs, std=std)
+        self.up_proj = Linear(size, inner, dtype=dtype, rngs=rngs, std=std)
+        self.down_proj = Linear(inner, size, dtype=dtype, rngs=rngs, std=std)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return self.down_proj(jax.nn.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+def normal(shape: tuple[int, ...], dtype, rngs: nnx.Rngs | None, std: float) -> jax.Array:
+    """Normal numbers of deviation `std`, or zeros without `rngs` (a model about to be loaded)."""
+    if rngs is None:
+        return jnp.zeros(shape, dtype)
+    return (std * jax.random.normal(rngs.params(), shape, jnp.float32)).astype(dtype)

@@ -1,0 +1,171 @@
+"""The mixture of experts of DeepSeek-V3 (arXiv 2412.19437, section 2.1.2): router, routed and shared experts."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from . import quantization
+from .config import KimiK26Config
+from .layers import MLP, normal
+
+
+class Router(nnx.Module):
+    """Sigmoid scores with a correction bias that chooses but does not weigh (`noaux_tc`). All float32."""
+
+    def __init__(self, config: KimiK26Config, *, dtype, rngs: nnx.Rngs | None):
+        shape = (config.hidden_size, config.n_routed_experts)
+        self.kernel = nnx.Param(normal(shape, dtype, rngs, config.initializer_range))
+        self.e_score_correction_bias = nnx.Param(jnp.zeros((config.n_routed_experts,), jnp.float32))
+        self.config = config
+
+    def scores(self, x: jax.Array) -> jax.Array:
+        """Affinity of each token to each expert, [T, D] to f32[T, E] in 0 .. 1."""
+        logits = jnp.dot(
+            x.astype(jnp.float32),
+            self.kernel[...].astype(jnp.float32),
+            precision=jax.lax.Precision.HIGHEST,
+        )
+        return jax.nn.sigmoid(logits)
+
+    def __call__(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """x [T, D] to expert ids i32[T, k] and weights f32[T, k]."""
+        config = self.config
+        scores = self.scores(x)
+        choice = scores + self.e_score_correction_bias[...]
+        if config.n_group > 1:
+            grouped = choice.reshape(-1, config.n_group, config.n_routed_experts // config.n_group)
+            best = jnp.sum(jax.lax.top_k(grouped, min(2, grouped.shape[-1]))[0], axis=-1)
+            kept = jax.lax.top_k(best, config.topk_group)[1]
+            allowed = jnp.any(kept[..., None] == jnp.arange(config.n_group), axis=1)
+            choice = jnp.where(allowed[..., None], grouped, -jnp.inf).reshape(choice.shape)
+        ids = jax.lax.top_k(choice, config.num_experts_per_tok)[1]
+        weights = jnp.take_along_axis(scores, ids, axis=-1)
+        if config.norm_topk_prob:
+            weights = weights / (jnp.sum(weights, axis=-1, keepdims=True) + 1e-20)
+        return ids, weights * config.routed_scaling_factor
+
+
+class Experts(nnx.Module):
+    """The routed experts, stacked, as torch orients them (E experts, I inner, D model numbers).
+
+    experts="float": `gate_up [E, 2I, D]`, gate rows before up rows, and `down [E, D, I]`.
+    experts="int4": the same packed, `gate_up_packed i32[E, 2I, D / 8]`, `gate_up_scale [E, 2I, D / 32]`,
+    `down_packed i32[E, D, I / 8]`, `down_scale [E, D, I / 32]`; see `quantization`.
+    """
+
+    def __init__(self, config: KimiK26Config, *, dtype, rngs: nnx.Rngs | None, experts: str):
+        count, size, inner = (
+            config.n_routed_experts,
+            config.hidden_size,
+            config.moe_intermediate_size,
+        )
+        std = config.initializer_range
+        gate_up = normal((count, 2 * inner, size), dtype, rngs, std)
+        down = normal((count, size, inner), dtype, rngs, std)
+        self.count = count
+        self.packed = experts == "int4"
+        if not self.packed:
+            self.gate_up = nnx.Param(gate_up)
+            self.down = nnx.Param(down)
+            return
+        gate_up, gate_up_scale = quantization.quantize(gate_up, dtype)
+        down, down_scale = quantization.quantize(down, dtype)
+        self.gate_up_packed = PackedParam(quantization.pack(gate_up))
+        self.gate_up_scale = PackedParam(gate_up_scale)
+        self.down_packed = PackedParam(quantization.pack(down))
+        self.down_scale = PackedParam(down_scale)
+
+    def weights(self, expert: jax.Array, dtype) -> tuple[jax.Array, jax.Array]:
+        """`gate_up [2I, D]` and `down [D, I]` of one expert, dequantized to `dtype`."""
+        if not self.packed:
+            return self.gate_up[...][expert].astype(dtype), self.down[...][expert].astype(dtype)
+        return (
+            quantization.dequantize(
+                self.gate_up_packed[...][expert], self.gate_up_scale[...][expert], dtype
+            ),
+            quantization.dequantize(
+                self.down_packed[...][expert], self.down_scale[...][expert], dtype
+            ),
+        )
+
+
+class PackedParam(nnx.Variable):
+    """A quantized weight or its scale: part of the model, not trained."""
+
+
+def expert_mlp(x: jax.Array, ids: jax.Array, weights: jax.Array, experts: Experts) -> jax.Array:
+    """sum_j weights[t, j] * E_ids[t, j](x[t]), reading only experts that some token chose.
+
+    Args:
+      x: [T, D].
+      ids: i32[T, k]; -1 contributes nothing.
+      weights: f32[T, k].
+      experts: the weights.
+
+    Returns:
+      [T, D] in x's dtype; the sum over experts is float32.
+    """
+    share = _share(ids, weights, experts.count)
+
+    def add(total, expert):
+        def apply(total):
+            gate_up, down = experts.weights(expert, x.dtype)
+            gate, up = jnp.split(x @ gate_up.T, 2, axis=-1)
+            out = jnp.dot(jax.nn.silu(gate) * up, down.T, preferred_element_type=jnp.float32)
+            return total + share[:, expert, None] * out
+
+        return jax.lax.cond(jnp.any(ids == expert), apply, lambda total: total, total), None
+
+    total, _ = jax.lax.scan(add, jnp.zeros(x.shape, jnp.float32), jnp.arange(experts.count))
+    return total.astype(x.dtype)
+
+
+def dense_expert_mlp(
+    x: jax.Array, ids: jax.Array, weights: jax.Array, experts: Experts
+) -> jax.Array:
+    """`expert_mlp` with every float expert applied to every token: three large matrix products, for training."""
+    share = _share(ids, weights, experts.count)
+    gate_up = jnp.einsum("td,eid->tei", x, experts.gate_up[...].astype(x.dtype))
+    gate, up = jnp.split(gate_up, 2, axis=-1)
+    # The share goes in before the last product, which then sums over the experts as well.
+    inner = jax.nn.silu(gate) * up * share[..., None].astype(x.dtype)
+    return jnp.einsum("tei,edi->td", inner, experts.down[...].astype(x.dtype))
+
+
+def _share(ids: jax.Array, weights: jax.Array, count: int) -> jax.Array:
+    """Weight of each expert for each token, f32[T, E]; 0 where it was not chosen."""
+    chosen = ids[..., None] == jnp.arange(count)
+    return jnp.sum(jnp.where(chosen, weights[..., None], 0.0), axis=1)
+
+
+class MoE(nnx.Module):
+    """Routed experts plus the shared one, which every token visits without weight."""
+
+    def __init__(self, config: KimiK26Config, *, dtype, rngs: nnx.Rngs | None, experts: str):
+        self.gate = Router(config, dtype=dtype, rngs=rngs)
+        self.experts = Experts(config, dtype=dtype, rngs=rngs, experts=experts)
+        self.has_shared = config.n_shared_experts > 0
+        if self.has_shared:
+            inner = config.n_shared_experts * config.moe_intermediate_size
+            self.shared_experts = MLP(
+                config.hidden_size, inner, dtype=dtype, rngs=rngs, std=config.initializer_range
+            )
+
+    def __call__(self, x: jax.Array, valid: jax.Array | None = None) -> jax.Array:
+        """x [..., D]. `valid` bool[...]: tokens that may visit experts; None computes all, differentiably."""
+        flat = x.reshape(-1, x.shape[-1])
+        with jax.named_scope("router"):
+            ids, weights = self.gate(flat)
+        with jax.named_scope("experts"):
+            if valid is not None:
+                ids = jnp.where(valid.reshape(-1, 1), ids, -1)
+            if valid is None and not self.experts.packed:
+                out = dense_expert_mlp(flat, ids, weights, self.experts)
+            else:
+                out = expert_mlp(flat, ids, weights, self.experts)
+        if self.has_shared:
+            with jax.named_scope("shared_experts"):
+                out = out + self.shared_experts(flat)
+        return out.reshape(x.shape)

@@ -272,6 +272,11 @@ class DraftLayer:
     causal: bool = False
     window: int | None = None
 
+    def sees(self, ahead):
+        """Whether a slot sees a column that stands `ahead` positions after it (an array of integers)."""
+        seen = (ahead <= 0) if self.causal else (ahead == ahead)
+        return seen if self.window is None else seen & (abs(ahead) < self.window)
+
 
 @dataclasses.dataclass(frozen=True)
 class DFlashConfig:

@@ -175,6 +175,77 @@ class DFlashDrafter(nnx.Module):
             x = layer(x, *near, layer.self_attn.keys_values(context, *far), mask)
         return self.norm(x)
 
+    def init_cache(self, batch: int, rows: int) -> tuple[tuple[jax.Array, jax.Array], ...]:
+        """Empty keys and values of the context, for each layer two [batch, kv_heads, rows, head_dim]."""
+        # Heads before rows: both attention products then read an array as it lies, without a transpose.
+        shape = (batch, self.config.num_key_value_heads, rows, self.config.head_dim)
+        empty = jnp.zeros(shape, self.dtype)
+        return tuple((empty, empty) for _ in self.layers)
+
+    def extend(self, cache, features: jax.Array, lengths: jax.Array, counts: jax.Array):
+        """Appends accepted positions to the context.
+
+        Args:
+          cache: from `init_cache`; updated in place under jit.
+          features: [B, T, F] of the positions lengths .. lengths + T - 1.
+          lengths: i32[B], rows in use.
+          counts: i32[B], how many of the T positions to append; rows past the cache are dropped.
+
+        Returns:
+          The cache.
+        """
+        steps = jnp.arange(features.shape[1], dtype=jnp.int32)
+        positions = lengths[:, None] + steps
+        context = self._fuse(features)
+        cos, sin = rope.cos_sin(self.config.rope, self.config.head_dim, positions, context.dtype)
+        capacity = cache[0][0].shape[2]
+        rows = jnp.where(steps < counts[:, None], positions, capacity)[:, None]
+        # Every leading axis is indexed: XLA transposes an operand whose scattered axes do not lead.
+        batch = jnp.arange(lengths.shape[0], dtype=jnp.int32)[:, None, None]
+        heads = jnp.arange(self.config.num_key_value_heads, dtype=jnp.int32)[:, None]
+
+        def append(old, new):
+            return old.at[batch, heads, rows].set(new, mode="drop")
+
+        with jax.named_scope("extend"):
+            return tuple(
+                (append(old_keys, keys), append(old_values, values))
+                for (old_keys, old_values), (keys, values) in (
+                    (old, layer.self_attn.keys_values(context, cos, sin))
+                    for old, layer in zip(cache, self.layers, strict=True)
+                )
+            )
+
+    def draft(
+        self, target, cache, root_tokens: jax.Array, lengths: jax.Array
+    ) -> jax.Array:
+        """Logits of the L positions after each root, in one pass.
+
+        Args:
+          target: whose embedding and head to use.
+          cache: the context, `lengths` rows of it in use.
+          root_tokens: i32[B], the newest token, at position lengths; it has no context row yet.
+          lengths: i32[B].
+
+        Returns:
+          f32[B, L, V]; row i is the distribution of the token at position lengths + 1 + i.
+        """
+        config = self.config
+        slots = jnp.arange(config.block_size, dtype=jnp.int32)
+        tokens = jnp.where(slots == 0, root_tokens[:, None], config.mask_token_id)
+        positions = lengths[:, None] + slots
+        x = (target.embed(tokens) * config.input_embedding_scale).astype(self.dtype)
+        cos, sin = rope.cos_sin(config.rope, config.head_dim, positions, x.dtype)
+        columns = jnp.arange(cache[0][0].shape[2], dtype=jnp.int32)
+        in_use = columns < lengths[:, None]
+        columns = jnp.concatenate([jnp.broadcast_to(columns, in_use.shape), positions], axis=1)
+        in_use = jnp.concatenate([in_use, jnp.ones_like(positions, bool)], axis=1)
+        ahead = columns[:, None] - positions[..., None]
+        for kind, layer, context in zip(config.layers, self.layers, cache, strict=True):
+            x = layer(x, cos, sin, context, in_use[:, None] & kind.sees(ahead))
+        with jax.named_scope("head"):
+            return self.logits(target, self.norm(x)[:, 1:])
+
     def logits(self, target, hidden: jax.Array) -> jax.Array:
         """The target's head on hidden [..., D], f32[..., V], with the drafter's own scaling."""
         logits = target.head(hidden.astype(target.dtype)) * self.config.output_multiplier

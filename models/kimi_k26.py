@@ -69,6 +69,17 @@ class Attention(nnx.Module):
             [self.kv_a_layernorm(latent), rope.rotate_pairs(rotary, cos, sin)], axis=-1
         )
 
+    def absorbed_queries(self, x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
+        """x [B, T, D] to queries [B, T, H, 576] that meet cache rows as they are."""
+        plain, rotary = self.queries(x, cos, sin)
+        absorbed = jnp.einsum("bthd,hdr->bthr", plain, self.kv_b_proj.k_up[...])
+        return jnp.concatenate([absorbed, rotary], axis=-1)
+
+    def project(self, mixed: jax.Array) -> jax.Array:
+        """Mixed latents [B, T, H, 512] to [B, T, D]."""
+        values = jnp.einsum("bthr,hrv->bthv", mixed, self.kv_b_proj.v_up[...])
+        return self.o_proj(values.reshape(*mixed.shape[:2], -1))
+
     def causal(self, x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
         """Expanded attention of [B, T, D] over itself; row t sees rows 0 .. t."""
         plain, rotary = self.queries(x, cos, sin)
@@ -213,6 +224,48 @@ class KimiK26(nnx.Module):
             x = layer.feed_forward(x)
             outputs.append(x)
         return self.norm(x), _tapped(outputs, taps)
+
+    def init_cache(self, batch: int, rows: int) -> jax.Array:
+        """An empty latent cache [layers, batch, rows, 576] in the model's dtype."""
+        shape = (self.num_layers, batch, rows, LATENT_DIM + ROPE_DIM)
+        return jnp.zeros(shape, self.dtype)
+
+    def verify(
+        self, tree, cache: jax.Array, lengths: jax.Array, *, taps: tuple[int, ...] = ()
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Scores every node of a draft tree in one pass, each seeing the context and its ancestors.
+
+        Args:
+          tree: `ddtree_jax.DraftTree` of N nodes.
+          cache: [layers, B, S, 576], `lengths` rows of it in use; updated in place under jit.
+          lengths: i32[B]; the tree's rows go to lengths .. lengths + N - 1, a node's position is
+            lengths + its depth.
+          taps: 0-based layers whose outputs to return.
+
+        Returns:
+          hidden [B, N, D] after the final norm, features [B, N, len(taps) * D] as in `forward`, and the
+          cache. Rows past `tree.num_nodes` mean nothing and visit no routed expert.
+        """
+        # Imported here: training needs no native extension.
+        from ddtree_jax import append_latents, verify_attn
+
+        x = self.embed(tree.tokens)
+        positions = lengths[:, None] + tree.depths
+        valid = jnp.arange(tree.tokens.shape[1]) < tree.num_nodes[:, None]
+        cos, sin = rope.cos_sin(self.config.rope, ROPE_DIM, positions, x.dtype)
+        scale = self.config.softmax_scale
+        outputs = []
+        for index, layer in enumerate(self.layers):
+            with jax.named_scope("attention"):
+                normed = layer.input_layernorm(x)
+                rows = layer.self_attn.latents(normed, cos, sin)
+                cache = append_latents(cache, rows, lengths, layer=index)
+                query = layer.self_attn.absorbed_queries(normed, cos, sin)
+                mixed = verify_attn(query, cache, lengths, tree, scale=scale, layer=index)
+                x = x + layer.self_attn.project(mixed)
+            x = layer.feed_forward(x, valid)
+            outputs.append(x)
+        return self.norm(x), _tapped(outputs, taps), cache
 
 
 def _tapped(outputs: list[jax.Array], taps: tuple[int, ...]) -> jax.Array:

@@ -51,8 +51,8 @@ class Experts(nnx.Module):
     """The routed experts, stacked, as torch orients them (E experts, I inner, D model numbers).
 
     experts="float": `gate_up [E, 2I, D]`, gate rows before up rows, and `down [E, D, I]`.
-    experts="int4": the same packed, `gate_up_packed i32[E, 2I, D / 8]`, `gate_up_scale [E, 2I, D / 32]`,
-    `down_packed i32[E, D, I / 8]`, `down_scale [E, D, I / 32]`; see `quantization`.
+    experts="int4": the same packed, `gate_up_packed i32[E, 2I, D / 8]`, `gate_up_scale bf16[E, 2I, D / 32]`,
+    `down_packed i32[E, D, I / 8]`, `down_scale bf16[E, D, I / 32]`; see `quantization`.
     """
 
     def __init__(self, config: KimiK26Config, *, dtype, rngs: nnx.Rngs | None, experts: str):
@@ -70,8 +70,8 @@ class Experts(nnx.Module):
             self.gate_up = nnx.Param(gate_up)
             self.down = nnx.Param(down)
             return
-        gate_up, gate_up_scale = quantization.quantize(gate_up, dtype)
-        down, down_scale = quantization.quantize(down, dtype)
+        gate_up, gate_up_scale = quantization.quantize(gate_up)
+        down, down_scale = quantization.quantize(down)
         self.gate_up_packed = PackedParam(quantization.pack(gate_up))
         self.gate_up_scale = PackedParam(gate_up_scale)
         self.down_packed = PackedParam(quantization.pack(down))

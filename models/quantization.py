@@ -15,16 +15,16 @@ GROUP = 32  # inputs that share a scale
 PER_WORD = 8  # nibbles in an int32
 
 
-def quantize(weight: jax.Array, scale_dtype=jnp.bfloat16) -> tuple[jax.Array, jax.Array]:
+def quantize(weight: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Rounds to int4 with one scale, absmax / 7, for each 32 inputs: -8 stays unused, as in K2.6.
 
     Returns:
-      values i8[..., outputs, inputs] in -7 .. 7, and scales [..., outputs, inputs / 32].
+      values i8[..., outputs, inputs] in -7 .. 7, and scales bf16[..., outputs, inputs / 32].
     """
     if weight.shape[-1] % GROUP:
         raise ValueError(f"the last axis must be a multiple of {GROUP}, not {weight.shape[-1]}")
     groups = weight.astype(jnp.float32).reshape(*weight.shape[:-1], -1, GROUP)
-    scale = (jnp.max(jnp.abs(groups), axis=-1) / 7).astype(scale_dtype)
+    scale = (jnp.max(jnp.abs(groups), axis=-1) / 7).astype(jnp.bfloat16)
     divisor = jnp.where(scale == 0, 1, scale).astype(jnp.float32)[..., None]
     values = jnp.clip(jnp.round(groups / divisor), -7, 7).astype(jnp.int8)
     return values.reshape(weight.shape), scale
@@ -54,8 +54,8 @@ def unpack(words: jax.Array) -> jax.Array:
 def dequantize(words: jax.Array, scale: jax.Array, dtype) -> jax.Array:
     """Words i32[..., inputs / 8] and scales [..., inputs / 32] to weights [..., inputs] of `dtype`.
 
-    The product is rounded to the scale's dtype first, as compressed-tensors does.
+    The product is taken in `dtype`: in bfloat16 it is what compressed-tensors computes, in float32 exact.
     """
-    values = unpack(words).astype(scale.dtype)
-    groups = values.reshape(*scale.shape, GROUP) * scale[..., None]
-    return groups.reshape(values.shape).astype(dtype)
+    values = unpack(words).astype(dtype)
+    groups = values.reshape(*scale.shape, GROUP) * scale[..., None].astype(dtype)
+    return groups.reshape(values.shape)

@@ -1,0 +1,146 @@
+"""Loads a target or a drafter from a folder of safetensors in the published layouts.
+
+No pickle is read and no code of a checkpoint is run.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from .config import DFlashConfig, KimiK26Config
+from .dflash import DFlashDrafter
+from .kimi_k26 import KimiK26
+from .layout import Rule, drafter_rules, target_rules
+from .tensors import Tensors
+
+_PREFIXES = (
+    ("language_model.model.", "model."),
+    ("language_model.lm_head.", "lm_head."),
+    ("model.language_model.", "model."),
+)
+_VISION = (
+    "vision_tower.",
+    "mm_projector.",
+    "model.vision_tower.",
+    "model.mm_projector.",
+)
+_LAYER = re.compile(r"model\.layers\.(\d+)\.")
+_DTYPES = {"BF16": jnp.bfloat16, "F32": jnp.float32}
+
+
+def load_target(path: str | os.PathLike, *, mesh=None, dtype=None) -> KimiK26:
+    """Loads a Kimi K2.5 / K2.6 folder, or a flat DeepSeek-V3 one as transformers writes it.
+
+    Routed experts in packed int4 stay packed. Vision tensors and multi-token prediction layers are skipped.
+
+    Args:
+      path: the folder.
+      mesh: must be None for now.
+      dtype: "float32" or "bfloat16" for all other parameters; the checkpoint's own by default.
+
+    Raises:
+      FileNotFoundError: the folder, its config.json, its weights or a shard is missing.
+      ValueError: anything in them that does not fit; the message names file, tensor and remedy.
+    """
+    if mesh is not None:
+        raise ValueError("sharding is not available yet: pass mesh=None")
+    wanted = _dtype_argument(dtype)
+    config = KimiK26Config.from_json(_folder(path))
+
+    def canonical(name: str) -> str | None:
+        if name.startswith(_VISION) or name.endswith("rotary_emb.inv_freq"):
+            return None
+        for prefix, short in _PREFIXES:
+            if name.startswith(prefix):
+                name = short + name[len(prefix) :]
+                break
+        layer = _LAYER.match(name)
+        # Layers past the last are for multi-token prediction.
+        return None if layer and int(layer[1]) >= config.num_hidden_layers else name
+
+    tensors = Tensors(path, canonical)
+    if config.tie_word_embeddings and "lm_head.weight" in tensors.names:
+        tensors.take("lm_head.weight")  # a copy of the embedding
+    dtype = wanted or _stored_dtype(tensors, "model.embed_tokens.weight")
+    target = nnx.eval_shape(lambda: KimiK26(config, dtype=dtype))
+    _fill(target, target_rules(target, tensors.names), tensors)
+    return target
+
+
+def load_drafter(path: str | os.PathLike, target: KimiK26, *, dtype=None) -> DFlashDrafter:
+    """Loads a DFlash drafter's folder for `target`.
+
+    Args:
+      path: the folder.
+      target: the loaded target; width, vocabulary and depth must be those that the drafter was made for.
+      dtype: "float32" or "bfloat16"; the checkpoint's own by default.
+
+    Raises:
+      FileNotFoundError: the folder, its config.json, its weights or a shard is missing.
+      ValueError: anything in them that does not fit, or fits another target.
+    """
+    wanted = _dtype_argument(dtype)
+    config = DFlashConfig.from_json(_folder(path))
+    for name, mine, its in (
+        ("hidden_size", config.hidden_size, target.hidden_size),
+        ("vocab_size", config.vocab_size, target.vocab_size),
+        ("num_target_layers", config.num_target_layers, target.num_layers),
+    ):
+        if mine != its:
+            raise ValueError(
+                f"{os.fspath(path)}: the drafter was made for a target of {name} {mine}, this one has {its}; "
+                "load the drafter that belongs to the target"
+            )
+    tensors = Tensors(path, lambda name: name.removeprefix("model."))
+    dtype = wanted or _stored_dtype(tensors, "fc.weight")
+    drafter = nnx.eval_shape(lambda: DFlashDrafter(config, dtype=dtype))
+    _fill(drafter, drafter_rules(drafter), tensors)
+    return drafter
+
+
+def _fill(model: nnx.Module, rules: list[Rule], tensors: Tensors):
+    """Puts the checkpoint's values into an abstract model."""
+    for rule in rules:
+        tensors.check(rule.sources)
+    slots = dict(nnx.to_flat_state(nnx.state(model)))
+    for rule in rules:
+        for name, expected in rule.constants.items():
+            if name in tensors.names and tuple(tensors.take(name).tolist()) != expected:
+                raise ValueError(f"{tensors.folder}: the tensor {name!r} should say {expected}")
+        arrays = rule.load([tensors.take(source.name) for source in rule.sources])
+        for path, array in zip(rule.paths, arrays, strict=True):
+            slots[path].set_value(jnp.asarray(np.asarray(array), slots[path].dtype))
+    tensors.refuse_leftovers()
+
+
+def _folder(path: str | os.PathLike) -> str:
+    path = os.fspath(path)
+    if not os.path.isdir(path):
+        raise FileNotFoundError(f"{path}: no such folder; give the folder that holds config.json")
+    return path
+
+
+def _dtype_argument(dtype):
+    if dtype is None:
+        return None
+    if isinstance(dtype, str) and dtype not in ("float32", "bfloat16"):
+        raise ValueError(f"dtype must be 'float32' or 'bfloat16', not {dtype!r}")
+    dtype = jnp.dtype(dtype)
+    if dtype not in (jnp.float32, jnp.bfloat16):
+        raise ValueError(f"dtype must be 'float32' or 'bfloat16', not {dtype}")
+    return dtype
+
+
+def _stored_dtype(tensors: Tensors, name: str):
+    """The dtype of one tensor that every checkpoint of the kind has; missing ones are reported later."""
+    stored = tensors.dtype(name) if name in tensors.names else "BF16"
+    if stored not in _DTYPES:
+        raise ValueError(
+            f"{tensors.folder}: the weights are {stored}; pass dtype='float32' or dtype='bfloat16'"
+        )
+    return _DTYPES[stored]

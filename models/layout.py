@@ -1,0 +1,144 @@
+"""Which tensors of a checkpoint make which parameters of a model: one table, read to load and to save.
+
+Names are canonical: `model.X` and `lm_head.X`, without the prefix of a multimodal wrapper.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+
+import numpy as np
+from flax import nnx
+
+from .config import KimiK26Config
+
+FLOAT = ("BF16", "F32", "F16")  # safetensors' names of the dtypes that a float tensor may have
+Path = tuple  # of a parameter in a module: names and indices
+Arrays = Sequence[np.ndarray]
+
+
+@dataclasses.dataclass(frozen=True)
+class Source:
+    """A tensor of the checkpoint: its canonical name, shape and the dtypes it may have."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtypes: tuple[str, ...] = FLOAT
+
+
+@dataclasses.dataclass(frozen=True)
+class Rule:
+    """`load` turns the sources' arrays into those of the parameters at `paths`, `save` turns them back."""
+
+    paths: tuple[Path, ...]
+    sources: tuple[Source, ...]
+    load: Callable[[Arrays], Arrays]
+    save: Callable[[Arrays], Arrays]
+    #: Small tensors that repeat what is known, by name: checked, not kept.
+    constants: dict[str, tuple[int, ...]] = dataclasses.field(default_factory=dict)
+
+
+def drafter_rules(drafter: nnx.Module) -> list[Rule]:
+    """Rules for a `DFlashDrafter`, abstract or real."""
+    return [_plain(path, shape, "") for path, shape in _parameters(drafter).items()]
+
+
+def target_rules(target: nnx.Module, names: frozenset[str] = frozenset()) -> list[Rule]:
+    """Rules for a `KimiK26`, abstract or real.
+
+    Args:
+      target: the model.
+      names: canonical names that the checkpoint holds; they decide between float experts stored one
+        by one and stacked.
+    """
+    config = target.config
+    rules = []
+    for path, shape in _parameters(target).items():
+        last = path[-1]
+        if path == ("embed_tokens",):
+            rules.append(_same(path, Source("model.embed_tokens.weight", shape)))
+        elif last == "k_up":
+            rules.append(_latent_up(path[:-1], config))
+        elif last == "v_up":
+            pass  # made with k_up
+        elif last == "e_score_correction_bias":
+            rules.append(_same(path, Source(_name("model.", path), shape)))
+        elif last in ("gate_up", "down"):
+            stacked = _name("model.", path[:-1]) + f".{last}_proj"
+            if stacked in names:
+                rules.append(_same(path, Source(stacked, shape)))
+            else:
+                rules.append(_experts(path, shape, "weight", FLOAT))
+        elif last.endswith("_packed"):
+            rules.append(_experts(path, shape, "weight_packed", ("I32",)))
+        elif last.endswith("_scale"):
+            rules.append(_experts(path, shape, "weight_scale", ("BF16",)))
+        else:
+            rules.append(_plain(path, shape, "" if path[0] == "lm_head" else "model."))
+    return rules
+
+
+def _parameters(model: nnx.Module) -> dict[Path, tuple[int, ...]]:
+    return {path: tuple(v.shape) for path, v in nnx.to_flat_state(nnx.state(model))}
+
+
+def _name(prefix: str, path: Path) -> str:
+    return prefix + ".".join(map(str, path))
+
+
+def _same(path: Path, source: Source) -> Rule:
+    return Rule((path,), (source,), load=tuple, save=tuple)
+
+
+def _plain(path: Path, shape: tuple[int, ...], prefix: str) -> Rule:
+    """A norm's weight as it is, or a linear kernel [inputs, outputs] from torch's [outputs, inputs]."""
+    name = _name(prefix, path[:-1]) + ".weight"
+    if path[-1] == "weight":
+        return _same(path, Source(name, shape))
+
+    def transpose(arrays):
+        return [arrays[0].T]
+
+    return Rule((path,), (Source(name, shape[::-1]),), load=transpose, save=transpose)
+
+
+def _latent_up(path: Path, config: KimiK26Config) -> Rule:
+    """kv_b_proj [H * (qk_nope + v), 512]: for each head the rows of its keys, then those of its values."""
+    heads, split = config.num_attention_heads, config.qk_nope_head_dim
+    rows = split + config.v_head_dim
+
+    def load(arrays):
+        by_head = arrays[0].reshape(heads, rows, -1)
+        return by_head[:, :split], by_head[:, split:].swapaxes(1, 2)
+
+    def save(arrays):
+        by_head = np.concatenate([arrays[0], arrays[1].swapaxes(1, 2)], axis=1)
+        return [by_head.reshape(heads * rows, -1)]
+
+    source = Source(_name("model.", path) + ".weight", (heads * rows, config.kv_lora_rank))
+    return Rule(((*path, "k_up"), (*path, "v_up")), (source,), load=load, save=save)
+
+
+def _experts(path: Path, shape: tuple[int, ...], suffix: str, dtypes: tuple[str, ...]) -> Rule:
+    """Stacks the experts' tensors, gate and up one above the other."""
+    count, rows, columns = shape
+    parts = ("gate_proj", "up_proj") if path[-1].startswith("gate_up") else ("down_proj",)
+    each = rows // len(parts)
+    prefix = _name("model.", path[:-1])
+    names = [f"{prefix}.{expert}.{part}" for expert in range(count) for part in parts]
+
+    def load(arrays):
+        out = np.empty((count * len(parts), each, columns), arrays[0].dtype)
+        for i, array in enumerate(arrays):
+            out[i] = array
+        return [out.reshape(shape)]
+
+    def save(arrays):
+        return list(arrays[0].reshape(count * len(parts), each, columns))
+
+    constants = {}
+    if suffix == "weight_packed":
+        constants = {f"{name}.weight_shape": (each, columns * 8) for name in names}
+    sources = tuple(Source(f"{name}.{suffix}", (each, columns), dtypes) for name in names)
+    return Rule((path,), sources, load=load, save=save, constants=constants)

@@ -1,10 +1,11 @@
-"""The Kimi K2.6 target and the DFlash drafter as flax.nnx modules, their checkpoints and the tokenizer."""
+"""The Kimi K2.6 target and the DFlash drafter as flax.nnx modules, with their file formats."""
 
 from .checkpoint import load_drafter, load_target
 from .config import DFlashConfig, KimiK26Config
 from .dflash import DFlashDrafter
 from .export import save_drafter, save_target
 from .kimi_k26 import KimiK26
+from .tokenizer import load_tokenizer
 
 __all__ = [
     "DFlashConfig",
@@ -13,6 +14,7 @@ __all__ = [
     "KimiK26Config",
     "load_drafter",
     "load_target",
+    "load_tokenizer",
     "save_drafter",
     "save_target",
 ]

@@ -36,7 +36,8 @@ _DTYPES = {"BF16": jnp.bfloat16, "F32": jnp.float32}
 def load_target(path: str | os.PathLike, *, mesh=None, dtype=None) -> KimiK26:
     """Loads a Kimi K2.5 / K2.6 folder, or a flat DeepSeek-V3 one as transformers writes it.
 
-    Routed experts in packed int4 stay packed. Vision tensors and multi-token prediction layers are skipped.
+    Routed experts in packed int4 stay packed. Vision tensors and multi-token prediction layers are
+    skipped.
 
     Args:
       path: the folder.
@@ -77,7 +78,8 @@ def load_drafter(path: str | os.PathLike, target: KimiK26, *, dtype=None) -> DFl
 
     Args:
       path: the folder.
-      target: the loaded target; width, vocabulary and depth must be those that the drafter was made for.
+      target: the loaded target; width, vocabulary and depth must be those that the drafter was made
+        for.
       dtype: "float32" or "bfloat16"; the checkpoint's own by default.
 
     Raises:
@@ -93,8 +95,8 @@ def load_drafter(path: str | os.PathLike, target: KimiK26, *, dtype=None) -> DFl
     ):
         if mine != its:
             raise ValueError(
-                f"{os.fspath(path)}: the drafter was made for a target of {name} {mine}, this one has {its}; "
-                "load the drafter that belongs to the target"
+                f"{os.fspath(path)}: the drafter was made for a target of {name} {mine}, "
+                f"this one has {its}; load the drafter that belongs to the target"
             )
     tensors = Tensors(path, lambda name: name.removeprefix("model."))
     dtype = wanted or _stored_dtype(tensors, "fc.weight")
@@ -137,7 +139,7 @@ def _dtype_argument(dtype):
 
 
 def _stored_dtype(tensors: Tensors, name: str):
-    """The dtype of one tensor that every checkpoint of the kind has; missing ones are reported later."""
+    """The dtype of a tensor that all checkpoints have; a missing one is reported later."""
     stored = tensors.dtype(name) if name in tensors.names else "BF16"
     if stored not in _DTYPES:
         raise ValueError(

@@ -1,4 +1,4 @@
-"""What `config.json` says about a target and about a drafter. No constant of a model is written anywhere else."""
+"""What `config.json` says about a target and a drafter: the only source of their constants."""
 
 from __future__ import annotations
 
@@ -106,12 +106,12 @@ def _ids(value: Any) -> tuple[int, ...]:
 
 @dataclasses.dataclass(frozen=True)
 class KimiK26Config:
-    """Sizes and constants of a Kimi K2 / DeepSeek-V3 text model, under the names of its config.json.
+    """Sizes and constants of a Kimi K2 / DeepSeek-V3 text model, named as in its config.json.
 
     Attributes beyond those names:
       rope: rotary constants.
-      latent_norm_eps: epsilon of the norms on the query's and the keys' latents. The published models
-        build them without the config's epsilon, hence 1e-6.
+      latent_norm_eps: epsilon of the norms on the query's and the keys' latents. The published
+        models build them without the config's epsilon, hence 1e-6.
       experts: "int4" when the routed experts are stored packed, else "float".
       dtype: dtype of the checkpoint's other tensors, "bfloat16" or "float32".
     """
@@ -154,12 +154,14 @@ class KimiK26Config:
                 )
         if self.n_routed_experts % self.n_group:
             raise ValueError(
-                f"n_routed_experts {self.n_routed_experts} must be a multiple of n_group {self.n_group}"
+                f"n_routed_experts {self.n_routed_experts} "
+                f"must be a multiple of n_group {self.n_group}"
             )
         chosen_from = self.n_routed_experts // self.n_group * self.topk_group
         if not 1 <= self.num_experts_per_tok <= chosen_from:
             raise ValueError(
-                f"num_experts_per_tok must lie in 1 .. {chosen_from}, not {self.num_experts_per_tok}"
+                f"num_experts_per_tok must lie in 1 .. {chosen_from}, "
+                f"not {self.num_experts_per_tok}"
             )
 
     @classmethod
@@ -237,7 +239,7 @@ _TARGET_INTEGERS = (
 
 
 def _int4(quantization: Any, where: str) -> str:
-    """Checks that a quantization_config is the one that K2.5 and K2.6 use: packed int4 in groups of 32."""
+    """Checks that a quantization_config is the one of K2.5 and K2.6."""
     remedy = "supported is compressed-tensors pack-quantized int4, symmetric, in groups of 32"
     try:
         weights = [group["weights"] for group in quantization["config_groups"].values()]
@@ -273,14 +275,14 @@ class DraftLayer:
     window: int | None = None
 
     def sees(self, ahead):
-        """Whether a slot sees a column that stands `ahead` positions after it (an array of integers)."""
+        """Whether a slot sees a column `ahead` positions after it (an array of integers)."""
         seen = (ahead <= 0) if self.causal else (ahead == ahead)
         return seen if self.window is None else seen & (abs(ahead) < self.window)
 
 
 @dataclasses.dataclass(frozen=True)
 class DFlashConfig:
-    """Sizes and constants of a DFlash drafter (arXiv 2602.06036), under the names of its config.json.
+    """Sizes and constants of a DFlash drafter (arXiv 2602.06036), named as in its config.json.
 
     Attributes beyond those names:
       taps: 0-based target layers whose outputs feed the drafter, in the order of `fc`'s columns.
@@ -330,7 +332,8 @@ class DFlashConfig:
                 )
         if len(self.layers) != self.num_hidden_layers:
             raise ValueError(
-                f"layer_types names {len(self.layers)} layers, num_hidden_layers is {self.num_hidden_layers}"
+                f"layer_types names {len(self.layers)} layers, "
+                f"num_hidden_layers is {self.num_hidden_layers}"
             )
 
     @classmethod
@@ -389,14 +392,14 @@ _DRAFTER_INTEGERS = (
 
 
 def default_taps(target_layers: int, taps: int) -> tuple[int, ...]:
-    """DFlash's rule for a config without target_layer_ids: evenly spread, the first two and last ones spared."""
+    """DFlash's rule for a config without target_layer_ids: evenly spread, the ends spared."""
     if taps == 1:
         return (target_layers // 2,)
     return tuple(round(1 + i * (target_layers - 4) / (taps - 1)) for i in range(taps))
 
 
 def _draft_layers(section: _Section, count: int) -> tuple[DraftLayer, ...]:
-    """Window and causality of each layer; sliding layers were trained causal unless the config says."""
+    """Window and causality of each layer; sliding layers are causal unless the config says."""
     causal = section.get("causal", section.get("is_causal"))
     if section.get("use_swa"):
         window = int(section.need("swa_window_size"))

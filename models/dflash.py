@@ -1,8 +1,9 @@
-"""The DFlash drafter (arXiv 2602.06036): one pass proposes a distribution for every position of a block.
+"""The DFlash drafter (arXiv 2602.06036): one pass proposes a distribution for each position.
 
-A Qwen3 decoder without embedding or head of its own: it borrows the target's. The context enters only as keys and
-values: features of the target, taken after a few of its layers, are fused by `fc` and `hidden_norm` into one vector a
-position, and every layer projects that vector, with the same kernels that it uses for the block.
+A Qwen3 decoder without embedding or head of its own: it borrows the target's. The context enters
+only as keys and values: features of the target, taken after a few of its layers, are fused by `fc`
+and `hidden_norm` into one vector a position, and every layer projects that vector, with the same
+kernels that it uses for the block.
 """
 
 from __future__ import annotations
@@ -176,8 +177,8 @@ class DFlashDrafter(nnx.Module):
         return self.norm(x)
 
     def init_cache(self, batch: int, rows: int) -> tuple[tuple[jax.Array, jax.Array], ...]:
-        """Empty keys and values of the context, for each layer two [batch, kv_heads, rows, head_dim]."""
-        # Heads before rows: both attention products then read an array as it lies, without a transpose.
+        """Empty keys and values of the context: two [batch, kv_heads, rows, head_dim] a layer."""
+        # Heads before rows: both attention products then read an array without a transpose.
         shape = (batch, self.config.num_key_value_heads, rows, self.config.head_dim)
         empty = jnp.zeros(shape, self.dtype)
         return tuple((empty, empty) for _ in self.layers)
@@ -216,9 +217,7 @@ class DFlashDrafter(nnx.Module):
                 )
             )
 
-    def draft(
-        self, target, cache, root_tokens: jax.Array, lengths: jax.Array
-    ) -> jax.Array:
+    def draft(self, target, cache, root_tokens: jax.Array, lengths: jax.Array) -> jax.Array:
         """Logits of the L positions after each root, in one pass.
 
         Args:

@@ -1,7 +1,7 @@
 """Writes a target in the published K2.6 layout and a drafter in DFlash's.
 
-What is written loads with `load_target` and `load_drafter`, and follows the names, shapes and packing of the published
-checkpoints.
+What is written loads with `load_target` and `load_drafter`, and follows the names, shapes and
+packing of the published checkpoints.
 """
 
 from __future__ import annotations
@@ -56,8 +56,10 @@ _QUANTIZATION = {
 }
 
 
-def save_target(target: KimiK26, path: str | os.PathLike, *, token_ids: dict[str, int] | None = None):
-    """Writes config.json, generation_config.json and model.safetensors: int4 experts, bfloat16 the rest.
+def save_target(
+    target: KimiK26, path: str | os.PathLike, *, token_ids: dict[str, int] | None = None
+):
+    """Writes config.json, generation_config.json and model.safetensors, experts in int4.
 
     Args:
       target: float experts are quantized on the way; sizes must be multiples of 32.
@@ -173,7 +175,8 @@ def _drafter_config(config: DFlashConfig) -> dict[str, Any]:
         "hidden_act": "silu",
         "attention_bias": False,
         "layer_types": [
-            "full_attention" if layer.window is None else "sliding_attention" for layer in config.layers
+            "full_attention" if layer.window is None else "sliding_attention"
+            for layer in config.layers
         ],
         "sliding_window": windows.pop() if windows else None,
         "is_causal": causal.pop(),
@@ -188,7 +191,9 @@ def _drafter_config(config: DFlashConfig) -> dict[str, Any]:
 def _rope_json(rope: RopeConfig) -> dict[str, Any]:
     if rope.factor is None:
         return {"rope_theta": rope.theta, "rope_scaling": None}
-    scaling = {name: value for name, value in vars(rope).items() if name != "theta" and value is not None}
+    scaling = {
+        name: value for name, value in vars(rope).items() if name != "theta" and value is not None
+    }
     return {"rope_theta": rope.theta, "rope_scaling": {"type": "yarn", **scaling}}
 
 

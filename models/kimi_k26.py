@@ -1,8 +1,9 @@
-"""The Kimi K2.6 text model: multi-head latent attention and a mixture of experts (DeepSeek-V3's architecture).
+"""The Kimi K2.6 text model: DeepSeek-V3's latent attention and mixture of experts.
 
-Two forms of the same attention (DeepSeek-V2, arXiv 2405.04434, section 2.1): `forward` expands the latents to keys and
-values of every head, which suits long sequences and training; `verify` absorbs the expansion into the queries and
-reads the latent cache as it is, 576 numbers a row, which suits few rows over a long context.
+Two forms of the same attention (DeepSeek-V2, arXiv 2405.04434, section 2.1): `forward` expands the
+latents to keys and values of every head, which suits long sequences and training; `verify` absorbs
+the expansion into the queries and reads the latent cache as it is, 576 numbers a row, which suits
+few rows over a long context.
 
 Names follow the checkpoint's; linear kernels are [inputs, outputs].
 """
@@ -20,7 +21,7 @@ from .moe import MoE
 
 
 class LatentUp(nnx.Module):
-    """kv_b_proj in two: `k_up [H, qk_nope, 512]` and `v_up [H, 512, v]`, laid out for the absorbed form."""
+    """kv_b_proj in two, for the absorbed form: `k_up [H, qk_nope, 512]`, `v_up [H, 512, v]`."""
 
     def __init__(self, config: KimiK26Config, *, dtype, rngs: nnx.Rngs | None):
         heads, std = config.num_attention_heads, config.initializer_range
@@ -63,7 +64,7 @@ class Attention(nnx.Module):
         return plain, rope.rotate_pairs(rotary, cos[:, :, None], sin[:, :, None])
 
     def latents(self, x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
-        """x [B, T, D] to cache rows [B, T, 576]: the normed latent, then the rotated key that heads share."""
+        """x [B, T, D] to cache rows [B, T, 576]: the normed latent, then the shared rotated key."""
         latent, rotary = jnp.split(self.kv_a_proj_with_mqa(x), [LATENT_DIM], axis=-1)
         return jnp.concatenate(
             [self.kv_a_layernorm(latent), rope.rotate_pairs(rotary, cos, sin)], axis=-1
@@ -199,7 +200,7 @@ class KimiK26(nnx.Module):
         return jnp.dot(hidden, self.lm_head.kernel[...], preferred_element_type=jnp.float32)
 
     def __call__(self, tokens: jax.Array, positions: jax.Array) -> jax.Array:
-        """Logits f32[B, T, V] of a plain causal pass over i32[B, T] tokens at i32[B, T] positions."""
+        """Logits f32[B, T, V] of a plain causal pass over i32[B, T] tokens and positions."""
         return self.head(self.forward(tokens, positions)[0])
 
     def forward(
@@ -212,8 +213,8 @@ class KimiK26(nnx.Module):
           taps: 0-based layers whose outputs to return.
 
         Returns:
-          hidden [B, T, D] after the final norm, and features [B, T, len(taps) * D]: the residual stream
-          after each of those layers, concatenated in the order of `taps`.
+          hidden [B, T, D] after the final norm, and features [B, T, len(taps) * D]: the residual
+          stream after each of those layers, concatenated in the order of `taps`.
         """
         x = self.embed(tokens)
         cos, sin = rope.cos_sin(self.config.rope, ROPE_DIM, positions, x.dtype)
@@ -243,8 +244,8 @@ class KimiK26(nnx.Module):
           taps: 0-based layers whose outputs to return.
 
         Returns:
-          hidden [B, N, D] after the final norm, features [B, N, len(taps) * D] as in `forward`, and the
-          cache. Rows past `tree.num_nodes` mean nothing and visit no routed expert.
+          hidden [B, N, D] after the final norm, features [B, N, len(taps) * D] as in `forward`, and
+          the cache. Rows past `tree.num_nodes` mean nothing and visit no routed expert.
         """
         # Imported here: training needs no native extension.
         from ddtree_jax import append_latents, verify_attn

@@ -20,7 +20,7 @@ class Linear(nnx.Module):
 
 
 class RMSNorm(nnx.Module):
-    """x / rms(x) * weight over the last axis; the statistics are float32, the product in x's dtype."""
+    """x / rms(x) * weight over the last axis; statistics in float32, product in x's dtype."""
 
     def __init__(self, size: int, eps: float, *, dtype):
         self.weight = nnx.Param(jnp.ones((size,), dtype))

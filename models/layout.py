@@ -1,4 +1,4 @@
-"""Which tensors of a checkpoint make which parameters of a model: one table, read to load and to save.
+"""Which tensors of a checkpoint make which parameters: one table, to load and to save.
 
 Names are canonical: `model.X` and `lm_head.X`, without the prefix of a multimodal wrapper.
 """
@@ -29,7 +29,7 @@ class Source:
 
 @dataclasses.dataclass(frozen=True)
 class Rule:
-    """`load` turns the sources' arrays into those of the parameters at `paths`, `save` turns them back."""
+    """`load` turns the sources' arrays into those of the parameters at `paths`, `save` back."""
 
     paths: tuple[Path, ...]
     sources: tuple[Source, ...]
@@ -92,7 +92,7 @@ def _same(path: Path, source: Source) -> Rule:
 
 
 def _plain(path: Path, shape: tuple[int, ...], prefix: str) -> Rule:
-    """A norm's weight as it is, or a linear kernel [inputs, outputs] from torch's [outputs, inputs]."""
+    """A norm's weight as it is, or a kernel [inputs, outputs] from torch's [outputs, inputs]."""
     name = _name(prefix, path[:-1]) + ".weight"
     if path[-1] == "weight":
         return _same(path, Source(name, shape))
@@ -104,7 +104,7 @@ def _plain(path: Path, shape: tuple[int, ...], prefix: str) -> Rule:
 
 
 def _latent_up(path: Path, config: KimiK26Config) -> Rule:
-    """kv_b_proj [H * (qk_nope + v), 512]: for each head the rows of its keys, then those of its values."""
+    """kv_b_proj [H * (qk_nope + v), 512]: for each head its keys' rows, then its values'."""
     heads, split = config.num_attention_heads, config.qk_nope_head_dim
     rows = split + config.v_head_dim
 

@@ -1,4 +1,4 @@
-"""The mixture of experts of DeepSeek-V3 (arXiv 2412.19437, section 2.1.2): router, routed and shared experts."""
+"""The mixture of experts of DeepSeek-V3 (arXiv 2412.19437, section 2.1.2)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .layers import MLP, normal
 
 
 class Router(nnx.Module):
-    """Sigmoid scores with a correction bias that chooses but does not weigh (`noaux_tc`). All float32."""
+    """Sigmoid scores with a bias that chooses but does not weigh (`noaux_tc`), in float32."""
 
     def __init__(self, config: KimiK26Config, *, dtype, rngs: nnx.Rngs | None):
         shape = (config.hidden_size, config.n_routed_experts)
@@ -51,8 +51,9 @@ class Experts(nnx.Module):
     """The routed experts, stacked, as torch orients them (E experts, I inner, D model numbers).
 
     experts="float": `gate_up [E, 2I, D]`, gate rows before up rows, and `down [E, D, I]`.
-    experts="int4": the same packed, `gate_up_packed i32[E, 2I, D / 8]`, `gate_up_scale bf16[E, 2I, D / 32]`,
-    `down_packed i32[E, D, I / 8]`, `down_scale bf16[E, D, I / 32]`; see `quantization`.
+    experts="int4": the same as `quantization` packs it, `gate_up_packed i32[E, 2I, D / 8]` with
+    `gate_up_scale bf16[E, 2I, D / 32]`, `down_packed i32[E, D, I / 8]` with
+    `down_scale bf16[E, D, I / 32]`.
     """
 
     def __init__(self, config: KimiK26Config, *, dtype, rngs: nnx.Rngs | None, experts: str):
@@ -125,7 +126,7 @@ def expert_mlp(x: jax.Array, ids: jax.Array, weights: jax.Array, experts: Expert
 def dense_expert_mlp(
     x: jax.Array, ids: jax.Array, weights: jax.Array, experts: Experts
 ) -> jax.Array:
-    """`expert_mlp` with every float expert applied to every token: three large matrix products, for training."""
+    """`expert_mlp` with every float expert applied to every token, for training."""
     share = _share(ids, weights, experts.count)
     gate_up = jnp.einsum("td,eid->tei", x, experts.gate_up[...].astype(x.dtype))
     gate, up = jnp.split(gate_up, 2, axis=-1)
@@ -154,7 +155,7 @@ class MoE(nnx.Module):
             )
 
     def __call__(self, x: jax.Array, valid: jax.Array | None = None) -> jax.Array:
-        """x [..., D]. `valid` bool[...]: tokens that may visit experts; None computes all, differentiably."""
+        """x [..., D]; `valid` bool[...] bars pad tokens from experts; None is differentiable."""
         flat = x.reshape(-1, x.shape[-1])
         with jax.named_scope("router"):
             ids, weights = self.gate(flat)

@@ -1,8 +1,8 @@
 """Packed int4 weights as compressed-tensors' `pack-quantized` format stores them.
 
-A weight [..., outputs, inputs] becomes words i32[..., outputs, inputs / 8] and scales [..., outputs, inputs / 32]:
-a number q in -8 .. 7 is stored as the nibble q + 8, eight to a word along the inputs, the first in the lowest bits,
-and stands for q * scale of its group of 32 inputs.
+A weight [..., outputs, inputs] becomes words i32[..., outputs, inputs / 8] and scales
+[..., outputs, inputs / 32]: a number q in -8 .. 7 is stored as the nibble q + 8, eight to a word along
+the inputs, the first in the lowest bits, and stands for q * scale of its group of 32 inputs.
 """
 
 from __future__ import annotations
@@ -54,7 +54,8 @@ def unpack(words: jax.Array) -> jax.Array:
 def dequantize(words: jax.Array, scale: jax.Array, dtype) -> jax.Array:
     """Words i32[..., inputs / 8] and scales [..., inputs / 32] to weights [..., inputs] of `dtype`.
 
-    The product is taken in `dtype`: in bfloat16 it is what compressed-tensors computes, in float32 exact.
+    The product is taken in `dtype`: in bfloat16 it is what compressed-tensors computes, in float32
+    exact.
     """
     values = unpack(words).astype(dtype)
     groups = values.reshape(*scale.shape, GROUP) * scale[..., None].astype(dtype)

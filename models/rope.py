@@ -1,6 +1,7 @@
-"""Rotary position embedding: plain and YaRN frequencies, and the two ways in which checkpoints pair the numbers.
+"""Rotary position embedding: plain and YaRN frequencies, paired by neighbours or by halves.
 
-YaRN: Peng et al., arXiv 2309.00071, sections 3.2 to 3.4, in the form that DeepSeek-V3 and Qwen3 checkpoints use.
+YaRN: Peng et al., arXiv 2309.00071, sections 3.2 to 3.4, in the form that DeepSeek-V3 and Qwen3
+checkpoints use.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ class RopeConfig:
       original_max_position_embeddings: context length before the extension.
       beta_fast, beta_slow: rotations over the original context above which a frequency is kept and
         below which it is divided by `factor`.
-      mscale, mscale_all_dim: numerator and denominator of the amplitude; None when the config lacks it.
+      mscale, mscale_all_dim: numerator and denominator of the amplitude; None when the config lacks
+        it.
       attention_factor: amplitude that overrides the rule made of the two.
     """
 
@@ -51,7 +53,7 @@ class RopeConfig:
 
     @property
     def softmax_factor(self) -> float:
-        """What multiplies the softmax scale of an MLA target: mscale(factor, mscale_all_dim) squared."""
+        """What multiplies an MLA target's softmax scale: mscale(factor, mscale_all_dim) squared."""
         if self.factor is None or not self.mscale_all_dim:
             return 1.0
         return yarn_mscale(self.factor, self.mscale_all_dim) ** 2
@@ -91,7 +93,7 @@ def cos_sin(rope: RopeConfig, dim: int, positions: jax.Array, dtype) -> tuple[ja
 
 
 def rotate_pairs(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
-    """Rotates neighbours (0,1), (2,3), ... of the last axis; the result is half-split, as DeepSeek-V3's is.
+    """Rotates neighbours (0,1), (2,3), ... of the last axis; the result is half-split.
 
     Scores do not depend on the order of the result as long as queries and keys share it.
     """

@@ -1,4 +1,4 @@
-"""The tensors of a checkpoint folder: safetensors files only, every header checked before a tensor is read."""
+"""The tensors of a checkpoint folder: safetensors only, headers checked before reading."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ class Tensors:
 
     Raises:
       FileNotFoundError: no folder, no weights, or a shard that the index names is missing.
-      ValueError: a damaged file, an index that leaves the folder or disagrees with its shards, or two
-        tensors of one name.
+      ValueError: a damaged file, an index that leaves the folder or disagrees with its shards, or
+        two tensors of one name.
     """
 
     def __init__(self, folder: str | os.PathLike, canonical: Callable[[str], str | None]):
         self.folder = os.fspath(folder)
         if not os.path.isdir(self.folder):
             raise FileNotFoundError(
-                f"{self.folder}: no such folder; give the folder that holds config.json and {SINGLE}"
+                f"{self.folder}: no such folder; give the one that holds config.json and weights"
             )
         self._files = {}
         self._found = {}
@@ -42,8 +42,8 @@ class Tensors:
         for name, shard in stored_in.items():
             if name not in self._files[shard].keys():
                 raise ValueError(
-                    f"{os.path.join(self.folder, shard)}: the tensor {name!r} that {INDEX} places here is "
-                    "missing; download the checkpoint again"
+                    f"{os.path.join(self.folder, shard)}: the tensor {name!r} "
+                    f"that {INDEX} places here is missing; download the checkpoint again"
                 )
         self._left = set(self._found)
 
@@ -60,8 +60,8 @@ class Tensors:
         for source in sources:
             if source.name not in self._found:
                 raise ValueError(
-                    f"{self.folder}: the tensor {source.name!r} is missing; config.json asks for it, so "
-                    "config and weights do not belong together or a file is incomplete"
+                    f"{self.folder}: the tensor {source.name!r} is missing; config.json asks "
+                    "for it, so config and weights do not belong together or a file is incomplete"
                 )
             shard, stored = self._found[source.name]
             header = self._files[shard].get_slice(stored)
@@ -73,7 +73,9 @@ class Tensors:
                     "config and weights do not belong together"
                 )
             if dtype not in source.dtypes:
-                raise ValueError(f"{where} is {dtype}, but supported here is {' or '.join(source.dtypes)}")
+                raise ValueError(
+                    f"{where} is {dtype}, but supported here is {' or '.join(source.dtypes)}"
+                )
 
     def dtype(self, name: str) -> str:
         """safetensors' name of a tensor's dtype."""
@@ -93,8 +95,8 @@ class Tensors:
         shown = [repr(self._found[name][1]) for name in sorted(self._left)]
         more = f" and {len(shown) - 8} more" if len(shown) > 8 else ""
         raise ValueError(
-            f"{self.folder}: {len(shown)} tensors have no place in the model that config.json describes: "
-            f"{', '.join(shown[:8])}{more}"
+            f"{self.folder}: {len(shown)} tensors have no place in the model that config.json "
+            f"describes: {', '.join(shown[:8])}{more}"
         )
 
     def _index(self) -> dict[str, str]:

@@ -1,0 +1,117 @@
+"""How a kernel becomes a JAX primitive: shapes, a lowering per platform and a batching rule.
+
+Own primitives show by name in a jaxpr and take part in `jit`, `while_loop`, `vmap` and `shard_map`. Every
+array but a cache leads with the batch axis; `vmap` folds the mapped axis into it.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+
+import jax
+import jax.extend.core
+import jax.numpy as jnp
+import numpy as np
+from jax.interpreters import batching, mlir
+
+
+def result_like(operand, shape: Sequence[int], dtype) -> jax.core.ShapedArray:
+    """A result's type that varies over the mesh axes that `operand` varies over."""
+    like = jax.ShapeDtypeStruct(tuple(shape), jnp.dtype(dtype))
+    vma = getattr(operand, "vma", None)
+    if vma:
+        return jax.core.ShapedArray(like.shape, like.dtype, vma=vma)
+    return jax.core.ShapedArray(like.shape, like.dtype)
+
+
+def kernel_primitive(
+    name: str,
+    shapes: Callable,
+    *,
+    batch_axes: Sequence[int | None],
+    result_batch_axes: Sequence[int],
+    attributes: Sequence[str] = (),
+    aliases: dict[int, int] | None = None,
+    workspace: Callable | None = None,
+) -> jax.extend.core.Primitive:
+    """Makes the primitive of the kernel `ddtree_{name}`.
+
+    Args:
+      name: the primitive's name; the custom call's target is "ddtree_" + name.
+      shapes: (*avals, **parameters) -> list of result avals.
+      batch_axes: each operand's batch axis, None for operands that all requests share.
+      result_batch_axes: each result's.
+      attributes: which parameters the handler takes; it reads the others off the shapes.
+      aliases: operand index -> result index that is the same buffer.
+      workspace: (*avals, **parameters) -> bytes of scratch for CUDA; an extra result, so that XLA
+        owns the memory. The CPU needs none.
+
+    Returns:
+      A primitive with multiple results.
+    """
+    primitive = jax.extend.core.Primitive(name)
+    primitive.multiple_results = True
+    primitive.def_abstract_eval(shapes)
+
+    def call(platform):
+        def run(*operands, **parameters):
+            avals = [jax.typeof(operand) for operand in operands]
+            results = list(shapes(*avals, **parameters))
+            if platform == "cuda" and workspace is not None:
+                results.append(jax.ShapeDtypeStruct((workspace(*avals, **parameters),), jnp.uint8))
+            outputs = jax.ffi.ffi_call(
+                f"ddtree_{name}",
+                [jax.ShapeDtypeStruct(r.shape, r.dtype) for r in results],
+                input_output_aliases=aliases or {},
+            )(*operands, **{name: _native(parameters[name]) for name in attributes})
+            return outputs[: len(result_batch_axes)]
+
+        return run
+
+    for platform in ("cpu", "cuda"):
+        lowering = mlir.lower_fun(call(platform), multiple_results=True)
+        mlir.register_lowering(primitive, lowering, platform=platform)
+
+    @functools.cache
+    def compiled(parameters):
+        return jax.jit(lambda *operands: primitive.bind(*operands, **dict(parameters)))
+
+    def impl(*operands, **parameters):
+        return compiled(tuple(sorted(parameters.items())))(*operands)
+
+    primitive.def_impl(impl)
+
+    def batch(operands, dims, **parameters):
+        size = next(x.shape[d] for x, d in zip(operands, dims, strict=True) if d is not None)
+        folded = []
+        for operand, dim, axis in zip(operands, dims, batch_axes, strict=True):
+            if axis is None:
+                if dim is not None:
+                    raise NotImplementedError(
+                        f"{name}: vmap over an operand that all requests share (layer, stop_tokens)"
+                    )
+                folded.append(operand)
+                continue
+            if dim is None:
+                operand = jnp.broadcast_to(operand, (size, *operand.shape))
+                dim = 0
+            operand = jnp.moveaxis(operand, dim, axis)
+            shape = operand.shape
+            folded.append(
+                operand.reshape(*shape[:axis], shape[axis] * shape[axis + 1], *shape[axis + 2 :])
+            )
+        results = primitive.bind(*folded, **parameters)
+        unfolded = [
+            r.reshape(*r.shape[:axis], size, r.shape[axis] // size, *r.shape[axis + 1 :])
+            for r, axis in zip(results, result_batch_axes, strict=True)
+        ]
+        return unfolded, list(result_batch_axes)
+
+    batching.primitive_batchers[primitive] = batch
+    return primitive
+
+
+def _native(value):
+    """An attribute in the dtype that the handlers declare: a Python float would arrive as float64."""
+    return np.float32(value) if isinstance(value, float) else value

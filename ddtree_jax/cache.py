@@ -1,0 +1,81 @@
+"""The latent cache: [layers, B, S, 576], always whole, updated in place.
+
+Slicing a stacked cache around a custom call copies it, so every kernel takes all of it and a layer index.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+from ddtree_jax import _checks
+from ddtree_jax._primitive import kernel_primitive, result_like
+from ddtree_jax.accept import AcceptedPath
+
+ROW_DIM = 576  # 512 latent and 64 rotary numbers
+
+
+def append_latents(cache, latents, lengths, *, layer) -> jax.Array:
+    """Writes rows behind each request's prefix: cache[layer, b, lengths[b] + i] = latents[b, i].
+
+    Args:
+      cache: float32 or bfloat16 [layers, B, S, width]; give it away, the result is the same buffer.
+      latents: [B, N, width] of the same dtype.
+      lengths: i32[B]. Rows that would fall outside 0 .. S - 1 are dropped.
+      layer: an int or an i32 scalar; an array outside 0 .. layers - 1 writes nothing.
+
+    Returns:
+      The cache.
+
+    Raises:
+      TypeError, ValueError: another dtype, shape or layer.
+    """
+    shape = ("layers", "B", "S", "width")
+    cache = _checks.array("cache", cache, shape, (jnp.float32, jnp.bfloat16))
+    layers, batch, _, width = cache.shape
+    latents = _checks.array("latents", latents, (batch, "N", width), cache.dtype)
+    lengths = _checks.array("lengths", lengths, (batch,), jnp.int32)
+    index = _checks.layer_index(layer, layers)
+    return _append_latents.bind(cache, latents, lengths, index)[0]
+
+
+def commit_path(cache, path: AcceptedPath, lengths) -> jax.Array:
+    """Moves the accepted nodes' rows up behind the prefix in every layer (DDTree, section 3.3).
+
+    cache[:, b, lengths[b] + j] = cache[:, b, lengths[b] + path.nodes[b, j]] for j < num_emitted[b].
+
+    Args:
+      cache: float32 or bfloat16 [layers, B, S, width]; give it away, the result is the same buffer.
+      path: from `tree_accept`.
+      lengths: i32[B], rows before the tree's.
+
+    Returns:
+      The cache.
+
+    Raises:
+      TypeError, ValueError: another dtype or shape.
+    """
+    shape = ("layers", "B", "S", "width")
+    cache = _checks.array("cache", cache, shape, (jnp.float32, jnp.bfloat16))
+    batch = cache.shape[1]
+    nodes = _checks.array("path.nodes", path.nodes, (batch, "L + 1"), jnp.int32)
+    num_emitted = _checks.array("path.num_emitted", path.num_emitted, (batch,), jnp.int32)
+    lengths = _checks.array("lengths", lengths, (batch,), jnp.int32)
+    return _commit_path.bind(cache, nodes, num_emitted, lengths)[0]
+
+
+_append_latents = kernel_primitive(
+    "append_latents",
+    lambda cache, *_: [result_like(cache, cache.shape, cache.dtype)],
+    batch_axes=(1, 0, 0, None),
+    result_batch_axes=(1,),
+    aliases={0: 0},
+)
+
+_commit_path = kernel_primitive(
+    "commit_path",
+    lambda cache, *_: [result_like(cache, cache.shape, cache.dtype)],
+    batch_axes=(1, 0, 0, 0),
+    result_batch_axes=(1,),
+    aliases={0: 0},
+)

@@ -1,0 +1,98 @@
+"""What a decode call is asked to do: the static, hashable options and the reasons to end."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import math
+import operator
+
+from ddtree_jax.tree import MAX_BUDGET
+
+MODES = ("ddtree", "chain", "ar")
+
+
+class FinishReason(enum.IntEnum):
+    """Why a request stands where it does; the values of `DecodeResult.finish_reason`."""
+
+    RUNNING = 0  #: not finished: `max_rounds` ended the call
+    STOP = 1  #: the last token is one of `stop_tokens`
+    LENGTH = 2  #: `max_new_tokens` were emitted
+    CONTEXT = 3  #: the target's context is full
+    NUMERICAL = 4  #: the target's logits were not finite; the tokens before are sound
+    INVALID = (
+        5  #: the prompt's length lies outside 1 .. P or beyond the context; nothing was decoded
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class DecodeConfig:
+    """Options of `ddtree_decode`, static under `jax.jit`.
+
+    Attributes:
+      mode: "ddtree" verifies a draft tree a round, "chain" the drafter's single most probable
+        continuation (DFlash), "ar" no draft at all. The tokens are the same in every mode.
+      budget: draft nodes of a tree, root excluded, 0 .. 256 (DDTree, section 3).
+      keep_spine: keep the chain's path in the tree when `budget` has room for it, so that a tree
+        never accepts less than the chain would.
+      max_new_tokens: tokens to emit after each prompt, at most.
+      stop_tokens: token ids that end a request; the stop token itself is emitted.
+      temperature: 0 takes the most probable token, more draws from softmax(logits / temperature).
+      top_k: draw among the `top_k` most probable tokens only; 0 means all of them.
+      top_p: draw among the smallest set of most probable tokens that holds this share of the
+        probability (after temperature and top_k); 1 means all of them.
+      seed: seed of the draws; with the prompt it decides a request's text, whatever the mode,
+        the budget and the batch. `ddtree_decode(seed=...)` overrides it without a recompilation.
+      prefill_chunk: prompt tokens a prefill step takes, 1 .. 256.
+      max_rounds: rounds after which the call returns though requests still run (stream with it:
+        pass the result's `state` to the next call); 0 only prefills; None runs to the end.
+    """
+
+    mode: str = "ddtree"
+    budget: int = 16
+    keep_spine: bool = True
+    max_new_tokens: int = 128
+    stop_tokens: tuple[int, ...] = ()
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    seed: int = 0
+    prefill_chunk: int = 64
+    max_rounds: int | None = None
+
+    def __post_init__(self):
+        if self.mode not in MODES:
+            raise ValueError(f"mode must be one of {', '.join(MODES)}, not {self.mode!r}")
+        self._whole("budget", 0, MAX_BUDGET)
+        self._whole("max_new_tokens", 0, 2**30)
+        self._whole("top_k", 0, 2**30)
+        self._whole("seed", -(2**31), 2**32 - 1)
+        self._whole("prefill_chunk", 1, MAX_BUDGET)
+        if self.max_rounds is not None:
+            self._whole("max_rounds", 0, 2**30)
+        if not (math.isfinite(self.temperature) and self.temperature >= 0):
+            raise ValueError(f"temperature must be finite and at least 0, not {self.temperature}")
+        if not 0 < self.top_p <= 1:
+            raise ValueError(f"top_p must lie in (0, 1], not {self.top_p}")
+        try:
+            stops = tuple(operator.index(token) for token in self.stop_tokens)
+        except TypeError as error:
+            raise ValueError(
+                f"stop_tokens must be a tuple of token ids, not {self.stop_tokens!r}"
+            ) from error
+        object.__setattr__(self, "stop_tokens", stops)
+
+    def _whole(self, name: str, low: int, high: int):
+        value = getattr(self, name)
+        try:
+            value = operator.index(value)
+        except TypeError as error:
+            raise ValueError(f"{name} must be a whole number, not {value!r}") from error
+        if not low <= value <= high:
+            raise ValueError(f"{name} must lie in {low} .. {high}, not {value}")
+        object.__setattr__(self, name, value)
+
+    @property
+    def greedy(self) -> bool:
+        """Whether the most probable token is taken (a temperature below 1e-5 counts as 0)."""
+        return self.temperature < 1e-5

@@ -1,0 +1,382 @@
+"""The decode loop: draft, build the tree, verify, accept, commit, round after round on the device.
+
+One round (DDTree, sections 3.1 to 3.3): the drafter proposes one distribution for each of L positions in
+a single pass, `tree_build` keeps the most probable continuations, the target scores all of them in one
+pass under the ancestor mask, and the longest path that the target agrees with is kept. All rounds are
+one `lax.while_loop`; no array of it visits the host.
+
+The loop knows no model. A target has `vocab_size`, `max_context`, `init_cache`, `verify` and `head`; a
+drafter has `block_size`, `taps`, `init_cache`, `extend` and `draft`: see `ddtree_jax.models.KimiK26` and
+`ddtree_jax.models.DFlashDrafter`. Both are pytrees, so they pass through `jax.jit` as arguments.
+
+Bookkeeping: of `lengths` known tokens the last is the root of the next tree. It is in no cache yet, so the
+caches hold `lengths - 1` rows, and a node of depth d stands at absolute position `lengths - 1 + d`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ddtree_jax import sampling
+from ddtree_jax.accept import AcceptedPath, tree_accept
+from ddtree_jax.cache import commit_path
+from ddtree_jax.config import DecodeConfig, FinishReason
+from ddtree_jax.tree import DraftTree, chain_tree, draft_topk, tree_build
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class DecodeState:
+    """All that a later call needs to go on. B requests, P prompt columns, L draft positions.
+
+    Attributes:
+      tokens: i32[B, P + max_new_tokens], prompt and what followed, -1 past `lengths`.
+      lengths: i32[B], known tokens.
+      prompt_lengths: i32[B].
+      keys: u32[B, 2], the requests' generator states.
+      rounds: i32[B], rounds that each request took part in.
+      accepted_histogram: i32[B, L + 2], of those rounds, how many emitted 0 .. L + 1 tokens.
+      finish_reason: i32[B], values of `FinishReason`.
+      cache: the target's latent cache [layers, B, S, 576].
+      draft_cache: the drafter's, or None in mode "ar".
+    """
+
+    tokens: jax.Array
+    lengths: jax.Array
+    prompt_lengths: jax.Array
+    keys: jax.Array
+    rounds: jax.Array
+    accepted_histogram: jax.Array
+    finish_reason: jax.Array
+    cache: jax.Array
+    draft_cache: Any
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class DecodeResult:
+    """What `ddtree_decode` returns.
+
+    Attributes:
+      tokens: i32[B, P + max_new_tokens]: each prompt with what followed it; -1 past `lengths`.
+      lengths: i32[B], prompt included.
+      rounds: i32[B], target passes after the prefill (which emits the first token).
+      accepted_histogram: i32[B, L + 2]: rounds by the number of tokens they emitted.
+      finish_reason: i32[B], values of `FinishReason`.
+      state: pass it to the next call to go on.
+    """
+
+    tokens: jax.Array
+    lengths: jax.Array
+    rounds: jax.Array
+    accepted_histogram: jax.Array
+    finish_reason: jax.Array
+    state: DecodeState
+
+
+def ddtree_decode(
+    target,
+    drafter,
+    prompt_tokens,
+    prompt_lengths,
+    *,
+    config: DecodeConfig,
+    state: DecodeState | None = None,
+    seed=None,
+    request_ids=None,
+) -> DecodeResult:
+    """Continues each prompt with the target's tokens, drafting with the drafter.
+
+    Jit it with `config` static: `jax.jit(ddtree_decode, static_argnames="config")`; donate `state`.
+
+    Args:
+      target: the model whose text this is.
+      drafter: the draft model; None is fine in mode "ar".
+      prompt_tokens: i32[B, P], right-padded with anything.
+      prompt_lengths: i32[B], 1 .. P.
+      config: what to do.
+      state: None to start; a result's `state` to go on, with the same prompts and models.
+      seed: i32[] that overrides `config.seed`.
+      request_ids: i32[B] that tell requests apart in sampling. By default a hash of the prompt, so
+        equal prompts with equal seeds get equal text; number them to draw several for one prompt.
+
+    Returns:
+      A `DecodeResult`.
+
+    Raises:
+      TypeError, ValueError: arguments of the wrong shape, dtype or range. Trouble with the data is a
+        `FinishReason` of its request instead.
+    """
+    _check(target, drafter, prompt_tokens, prompt_lengths, config)
+    prompt_tokens = jnp.asarray(prompt_tokens)
+    prompt_lengths = jnp.asarray(prompt_lengths)
+    if config.mode == "ar":
+        drafter = None
+    if state is None:
+        if request_ids is None:
+            request_ids = sampling.prompt_ids(prompt_tokens, prompt_lengths)
+        keys = sampling.request_keys(config.seed if seed is None else seed, request_ids)
+        state = _prefill(target, drafter, prompt_tokens, prompt_lengths, keys, config)
+    else:
+        _check_state(state, target, drafter, prompt_tokens, config)
+
+    if config.max_rounds != 0:
+
+        def running(carry):
+            rounds, state = carry
+            alive = jnp.any(state.finish_reason == FinishReason.RUNNING)
+            return alive if config.max_rounds is None else alive & (rounds < config.max_rounds)
+
+        def body(carry):
+            rounds, state = carry
+            tree = draft_tree(target, drafter, state, config)
+            return rounds + 1, verify_round(target, drafter, state, tree, config)[0]
+
+        _, state = jax.lax.while_loop(running, body, (jnp.int32(0), state))
+    return DecodeResult(
+        tokens=state.tokens,
+        lengths=state.lengths,
+        rounds=state.rounds,
+        accepted_histogram=state.accepted_histogram,
+        finish_reason=state.finish_reason,
+        state=state,
+    )
+
+
+def max_path(drafter, config: DecodeConfig) -> int:
+    """L: how deep a round's tree can be."""
+    return 0 if config.mode == "ar" else drafter.block_size - 1
+
+
+def max_nodes(drafter, config: DecodeConfig) -> int:
+    """N: nodes a round verifies, root included."""
+    return 1 + (config.budget if config.mode == "ddtree" else max_path(drafter, config))
+
+
+def draft_tree(target, drafter, state: DecodeState, config: DecodeConfig) -> DraftTree:
+    """The tree that the next round verifies; requests that have finished get an empty one."""
+    running = state.finish_reason == FinishReason.RUNNING
+    roots = _root_tokens(state)
+    with jax.named_scope("draft"):
+        nodes = max_nodes(drafter, config)
+        if nodes == 1:
+            tree = chain_tree(roots[:, None], jnp.ones_like(state.lengths))
+            tree = dataclasses.replace(tree, max_depth=max_path(drafter, config))
+        else:
+            logits = drafter.draft(target, state.draft_cache, roots, state.lengths - 1)
+            k = 1 if config.mode == "chain" else min(config.budget, target.vocab_size)
+            log_probs, token_ids = draft_topk(logits, k)
+            tree = tree_build(
+                log_probs, token_ids, roots, budget=nodes - 1, keep_spine=config.keep_spine
+            )
+        return dataclasses.replace(tree, num_nodes=jnp.where(running, tree.num_nodes, 0))
+
+
+def verify_round(
+    target, drafter, state: DecodeState, tree: DraftTree, config: DecodeConfig
+) -> tuple[DecodeState, AcceptedPath]:
+    """Verifies a tree and keeps the path that the target agrees with."""
+    cached = state.lengths - 1
+    taps = () if drafter is None else drafter.taps
+    with jax.named_scope("verify"):
+        hidden, features, cache = target.verify(tree, state.cache, cached, taps=taps)
+        logits = target.head(hidden)
+    path, state = _emit(target, state, tree, logits, config)
+    with jax.named_scope("commit"):
+        cache = commit_path(cache, path, cached)
+        draft_cache = state.draft_cache
+        if drafter is not None:
+            # The accepted nodes need not be a prefix of the tree's rows: gather, do not slice.
+            rows = jnp.maximum(path.nodes, 0)[..., None]
+            features = jnp.take_along_axis(features, rows, axis=1)
+            draft_cache = drafter.extend(draft_cache, features, cached, path.num_emitted)
+    took_part = tree.num_nodes > 0
+    emitted = jnp.arange(state.accepted_histogram.shape[1]) == path.num_emitted[:, None]
+    state = dataclasses.replace(
+        state,
+        cache=cache,
+        draft_cache=draft_cache,
+        rounds=state.rounds + took_part,
+        accepted_histogram=state.accepted_histogram + (emitted & took_part[:, None]),
+    )
+    return state, path
+
+
+def _emit(target, state: DecodeState, tree: DraftTree, logits, config: DecodeConfig):
+    """Walks the tree along the target's tokens and appends what is emitted to the requests."""
+    running = state.finish_reason == FinishReason.RUNNING
+    wanted = state.prompt_lengths + config.max_new_tokens
+    limit = jnp.minimum(wanted, target.max_context)
+    with jax.named_scope("accept"):
+        chosen = sampling.target_tokens(
+            logits,
+            tree.depths,
+            state.lengths,
+            state.keys,
+            max_depth=tree.max_depth,
+            temperature=config.temperature,
+            top_k=config.top_k,
+            top_p=config.top_p,
+        )
+        path = tree_accept(
+            tree,
+            chosen,
+            stop_tokens=config.stop_tokens,
+            max_new=jnp.where(running, limit - state.lengths, 0),
+        )
+    batch, capacity = state.tokens.shape
+    steps = jnp.arange(path.tokens.shape[1], dtype=jnp.int32)
+    emitted = steps < path.num_emitted[:, None]
+    columns = jnp.where(emitted, state.lengths[:, None] + steps, capacity)
+    rows = jnp.arange(batch, dtype=jnp.int32)[:, None]
+    tokens = state.tokens.at[rows, columns].set(path.tokens, mode="drop")
+    lengths = state.lengths + path.num_emitted
+
+    last = jnp.sum(jnp.where(steps == path.num_emitted[:, None] - 1, path.tokens, 0), axis=1)
+    stops = jnp.asarray(config.stop_tokens, jnp.int32)
+    stopped = (path.num_emitted > 0) & jnp.any(last[:, None] == stops, axis=1)
+    reason = jnp.where(path.finished, FinishReason.NUMERICAL, FinishReason.RUNNING)
+    reason = jnp.where(lengths >= limit, FinishReason.CONTEXT, reason)
+    reason = jnp.where(lengths >= wanted, FinishReason.LENGTH, reason)
+    reason = jnp.where(stopped, FinishReason.STOP, reason)
+    reason = jnp.where(running, reason, state.finish_reason).astype(jnp.int32)
+    return path, dataclasses.replace(state, tokens=tokens, lengths=lengths, finish_reason=reason)
+
+
+def _prefill(target, drafter, prompt_tokens, prompt_lengths, keys, config) -> DecodeState:
+    """Runs the prompts through the target in chunks, fills both caches and emits the first token."""
+    batch, width = prompt_tokens.shape
+    chunk = min(config.prefill_chunk, width)
+    padded = -(-width // chunk) * chunk
+    valid = (prompt_lengths >= 1) & (prompt_lengths <= min(width, target.max_context))
+    counts = jnp.where(valid, prompt_lengths, 0)
+
+    # Room for the longest request's tree behind its last committed row, and for whole prefill chunks.
+    longest = min(width + config.max_new_tokens, target.max_context)
+    rows = max(longest - 1 + max_nodes(drafter, config), padded)
+    chunks = jnp.pad(prompt_tokens, ((0, 0), (0, padded - width)))
+    taps = () if drafter is None else drafter.taps
+
+    def body(carry):
+        start, cache, draft_cache, last_hidden = carry
+        tokens = jax.lax.dynamic_slice(chunks, (0, start), (batch, chunk))
+        here = jnp.clip(counts - start, 0, chunk)
+        starts = jnp.full((batch,), start, jnp.int32)
+        tree = chain_tree(tokens, here)
+        hidden, features, cache = target.verify(tree, cache, starts, taps=taps)
+        if drafter is not None:
+            draft_cache = drafter.extend(draft_cache, features, starts, here)
+        last = jnp.clip(counts - 1 - start, 0, chunk - 1)[:, None, None]
+        row = jnp.take_along_axis(hidden, last, axis=1)[:, 0]
+        last_hidden = jnp.where((here > 0)[:, None], row, last_hidden)
+        return start + chunk, cache, draft_cache, last_hidden
+
+    with jax.named_scope("prefill"):
+        cache = target.init_cache(batch, rows)
+        draft_cache = None if drafter is None else drafter.init_cache(batch, rows)
+        hidden_shape = jax.eval_shape(target.embed, jax.ShapeDtypeStruct((batch,), jnp.int32))
+        carry = (
+            jnp.int32(0),
+            cache,
+            draft_cache,
+            jnp.zeros(hidden_shape.shape, hidden_shape.dtype),
+        )
+        _, cache, draft_cache, last_hidden = jax.lax.while_loop(
+            lambda carry: carry[0] < jnp.max(counts), body, carry
+        )
+        logits = target.head(last_hidden[:, None])
+
+    columns = jnp.arange(width + config.max_new_tokens, dtype=jnp.int32)
+    tokens = jnp.pad(prompt_tokens, ((0, 0), (0, config.max_new_tokens)))
+    state = DecodeState(
+        tokens=jnp.where(columns < counts[:, None], tokens, -1),
+        lengths=counts,
+        prompt_lengths=counts,
+        keys=keys,
+        rounds=jnp.zeros((batch,), jnp.int32),
+        accepted_histogram=jnp.zeros((batch, max_path(drafter, config) + 2), jnp.int32),
+        finish_reason=jnp.where(valid, FinishReason.RUNNING, FinishReason.INVALID).astype(
+            jnp.int32
+        ),
+        cache=cache,
+        draft_cache=draft_cache,
+    )
+    # The last prompt token is the root of a tree of one node that has just been verified.
+    root = chain_tree(_root_tokens(state)[:, None], valid.astype(jnp.int32))
+    return _emit(target, state, root, logits, config)[1]
+
+
+def _root_tokens(state: DecodeState) -> jax.Array:
+    last = jnp.maximum(state.lengths - 1, 0)[:, None]
+    return jnp.maximum(jnp.take_along_axis(state.tokens, last, axis=1)[:, 0], 0)
+
+
+def _check(target, drafter, prompt_tokens, prompt_lengths, config):
+    if not isinstance(config, DecodeConfig):
+        raise TypeError(f"config must be a DecodeConfig, not {type(config).__name__}")
+    if drafter is None and config.mode != "ar":
+        raise ValueError(f"mode {config.mode!r} needs a drafter; only mode 'ar' runs without one")
+    for name, value, rank in (
+        ("prompt_tokens", prompt_tokens, 2),
+        ("prompt_lengths", prompt_lengths, 1),
+    ):
+        if np.ndim(value) != rank:
+            raise ValueError(f"{name} must have {rank} axes, not shape {np.shape(value)}")
+        if jnp.result_type(value) != jnp.int32:
+            raise TypeError(f"{name} must be int32, not {jnp.result_type(value)}")
+    batch, width = np.shape(prompt_tokens)
+    if batch == 0 or width == 0:
+        raise ValueError(f"prompt_tokens must hold at least one token, not shape {(batch, width)}")
+    if np.shape(prompt_lengths) != (batch,):
+        raise ValueError(
+            f"prompt_lengths must have shape {(batch,)} like prompt_tokens' batch, "
+            f"not {np.shape(prompt_lengths)}"
+        )
+    outside = [token for token in config.stop_tokens if not 0 <= token < target.vocab_size]
+    if outside:
+        raise ValueError(
+            f"stop_tokens holds {outside[0]}, outside the vocabulary 0 .. {target.vocab_size - 1}"
+        )
+    if isinstance(prompt_lengths, jax.core.Tracer) or isinstance(prompt_tokens, jax.core.Tracer):
+        return  # Under jit the values are unknown; what is wrong with them becomes a finish reason.
+    lengths = np.asarray(prompt_lengths)
+    if lengths.min() < 1:
+        raise ValueError(f"prompt {lengths.argmin()} is empty: give it at least one token")
+    if lengths.max() > min(width, target.max_context):
+        raise ValueError(
+            f"prompt {lengths.argmax()} has {lengths.max()} tokens, but prompt_tokens has {width} "
+            f"columns and the target's context holds {target.max_context}"
+        )
+    known = np.arange(width) < lengths[:, None]
+    tokens = np.asarray(prompt_tokens)
+    if np.any(known & ((tokens < 0) | (tokens >= target.vocab_size))):
+        raise ValueError(
+            f"prompt_tokens holds an id outside the vocabulary 0 .. {target.vocab_size - 1}"
+        )
+
+
+def _check_state(state, target, drafter, prompt_tokens, config):
+    batch, width = prompt_tokens.shape
+    columns = width + config.max_new_tokens
+    if state.tokens.shape != (batch, columns):
+        raise ValueError(
+            f"state.tokens has shape {state.tokens.shape}, but these prompts and max_new_tokens "
+            f"make {(batch, columns)}: continue with the arguments that the state was made with"
+        )
+    rows = min(columns, target.max_context) - 1 + max_nodes(drafter, config)
+    if state.cache.shape[2] < rows:
+        raise ValueError(
+            f"state.cache has {state.cache.shape[2]} rows a request, but budget {config.budget} in "
+            f"mode {config.mode!r} needs {rows}: start with the largest budget that will be used"
+        )
+    if (drafter is None) != (state.draft_cache is None):
+        raise ValueError(
+            "state was made in mode 'ar', or is continued in it: keep to one of the two"
+        )
+    if state.accepted_histogram.shape[1] != max_path(drafter, config) + 2:
+        raise ValueError("state was made with a drafter of another block size")

@@ -1,0 +1,147 @@
+"""The target's token after each node: argmax, or a draw that depends on nothing but where it is.
+
+Sample and match (DDTree, section 3.3): the target draws its own token at every node, and the walk
+keeps the drafts that it happens to equal. Every emitted token is then a draw of the target given its
+own prefix, so the output's distribution is the target's whatever the tree was. The randomness is
+keyed by (seed, request, absolute position): the nodes of one depth share their noise, of which one at
+most is ever used, and the text does not depend on mode, budget or batch.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+# Fixed, so that a seed means the same text whatever the process's default generator is.
+_PRNG = "threefry2x32"
+
+
+def request_keys(seed, request_ids: jax.Array) -> jax.Array:
+    """One generator state a request.
+
+    Args:
+      seed: i32[] or int.
+      request_ids: i32[B].
+
+    Returns:
+      u32[B, 2], raw threefry keys.
+    """
+    base = jax.random.key(seed, impl=_PRNG)
+    return jax.random.key_data(jax.vmap(lambda i: jax.random.fold_in(base, i))(request_ids))
+
+
+def prompt_ids(tokens: jax.Array, lengths: jax.Array) -> jax.Array:
+    """A request id made from the prompt alone (FNV-1a over its tokens), so that a prompt's text is
+    the same at any place of any batch.
+
+    Args:
+      tokens: i32[B, P]. lengths: i32[B].
+
+    Returns:
+      i32[B].
+    """
+
+    def step(hashes, column):
+        position, token = column
+        mixed = (hashes ^ token.astype(jnp.uint32)) * jnp.uint32(16777619)
+        return jnp.where(position < lengths, mixed, hashes), None
+
+    start = jnp.full(lengths.shape, 2166136261, jnp.uint32)
+    positions = jnp.arange(tokens.shape[1], dtype=jnp.int32)
+    hashes, _ = jax.lax.scan(step, start, (positions, tokens.T))
+    return jax.lax.bitcast_convert_type(hashes, jnp.int32)
+
+
+def _ordered(values: jax.Array) -> jax.Array:
+    """u32 keys in the order of the f32 values."""
+    bits = jax.lax.bitcast_convert_type(values, jnp.uint32)
+    negative = (bits >> 31).astype(bool)
+    return jnp.where(negative, ~bits, bits | jnp.uint32(1 << 31))
+
+
+def _threshold(keys: jax.Array, weights: jax.Array, least) -> jax.Array:
+    """The largest key t, u32[..., 1], whose tokens {key >= t} weigh at least `least` together.
+
+    Bit by bit from the top: 32 reductions over the vocabulary in place of a sort of it.
+    """
+
+    def bit(i, threshold):
+        trial = threshold | (jnp.uint32(1 << 31) >> i.astype(jnp.uint32))
+        weight = jnp.sum(jnp.where(keys >= trial, weights, 0), axis=-1, keepdims=True)
+        return jnp.where(weight >= least, trial, threshold)
+
+    return jax.lax.fori_loop(0, 32, bit, jnp.zeros((*keys.shape[:-1], 1), jnp.uint32))
+
+
+def filter_logits(logits: jax.Array, *, top_k: int = 0, top_p: float = 1.0) -> jax.Array:
+    """Sets the logits that top-k and then top-p exclude to -inf.
+
+    Tokens that tie with the last one kept are kept too.
+
+    Args:
+      logits: f32[..., V], after temperature.
+      top_k: how many to keep; 0 or at least V keeps all.
+      top_p: probability to keep, of what top_k left; 1 keeps all.
+
+    Returns:
+      f32[..., V].
+    """
+    if 0 < top_k < logits.shape[-1]:
+        keys = _ordered(logits)
+        logits = jnp.where(keys >= _threshold(keys, jnp.int32(1), top_k), logits, -jnp.inf)
+    if top_p < 1:
+        keys = _ordered(logits)
+        kept = keys >= _threshold(keys, jax.nn.softmax(logits, axis=-1), top_p)
+        logits = jnp.where(kept, logits, -jnp.inf)
+    return logits
+
+
+def position_noise(keys: jax.Array, positions: jax.Array, vocab_size: int) -> jax.Array:
+    """Gumbel noise of the tokens at absolute positions.
+
+    Args:
+      keys: u32[B, 2] of `request_keys`.
+      positions: i32[B, T].
+
+    Returns:
+      f32[B, T, V].
+    """
+
+    def one(key, position):
+        key = jax.random.fold_in(jax.random.wrap_key_data(key, impl=_PRNG), position)
+        return jax.random.gumbel(key, (vocab_size,), jnp.float32)
+
+    return jax.vmap(jax.vmap(one, (None, 0)))(keys, positions)
+
+
+def target_tokens(
+    logits: jax.Array,
+    depths: jax.Array,
+    first_positions: jax.Array,
+    keys: jax.Array,
+    *,
+    max_depth: int,
+    temperature: float = 0.0,
+    top_k: int = 0,
+    top_p: float = 1.0,
+) -> jax.Array:
+    """The target's token after every node; -1 where its logits are not finite.
+
+    Args:
+      logits: f32[B, N, V].
+      depths: i32[B, N], 0 .. max_depth.
+      first_positions: i32[B], absolute position of the token that follows the root.
+      keys: u32[B, 2] of `request_keys`; unused at temperature 0.
+
+    Returns:
+      i32[B, N].
+    """
+    sound = jnp.isfinite(jnp.max(logits, axis=-1))
+    if temperature < 1e-5:
+        scores = logits
+    else:
+        scores = filter_logits(logits / temperature, top_k=top_k, top_p=top_p)
+        positions = first_positions[:, None] + jnp.arange(max_depth + 1, dtype=jnp.int32)
+        noise = position_noise(keys, positions, logits.shape[-1])
+        scores = scores + jnp.take_along_axis(noise, depths[..., None], axis=1)
+    return jnp.where(sound, jnp.argmax(scores, axis=-1).astype(jnp.int32), -1)

@@ -1,0 +1,188 @@
+"""Sizes of the demo's models, its special tokens and its chat template, all after the real model's."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from ddtree_jax.models import DFlashConfig, KimiK26Config
+from ddtree_jax.models.config import DraftLayer
+from ddtree_jax.models.rope import RopeConfig
+
+SPECIAL_TOKENS = 256
+# Offsets of the named special tokens after the ranks, as in Kimi's vocabulary.
+SPECIAL_OFFSETS = {
+    "[BOS]": 0,
+    "[EOS]": 1,
+    "<|im_end|>": 2,
+    "<|im_user|>": 3,
+    "<|im_assistant|>": 4,
+    "<|start_header_id|>": 6,
+    "<|end_header_id|>": 7,
+    "[EOT]": 9,
+    "<|im_system|>": 10,
+    "<|tool_calls_section_begin|>": 11,
+    "<|tool_calls_section_end|>": 12,
+    "<|tool_call_begin|>": 13,
+    "<|tool_call_argument_begin|>": 14,
+    "<|tool_call_end|>": 15,
+    "<|im_middle|>": 17,
+    "<|media_begin|>": 18,
+    "<|media_content|>": 19,
+    "<|media_end|>": 20,
+    "<|media_pad|>": 21,
+    "<think>": 22,
+    "</think>": 23,
+    "[UNK]": 254,
+    "[PAD]": 255,
+}
+# Kimi does not flag these as special: they are text that a reader may want to see.
+_NOT_SPECIAL = {
+    "<|tool_calls_section_begin|>",
+    "<|tool_calls_section_end|>",
+    "<|tool_call_begin|>",
+    "<|tool_call_argument_begin|>",
+    "<|tool_call_end|>",
+    "<think>",
+    "</think>",
+}
+
+CHAT_TEMPLATE = """\
+{%- macro turn(kind, name, body) -%}
+<|im_{{ kind }}|>{{ name }}<|im_middle|>{{ body }}<|im_end|>
+{%- endmacro -%}
+{%- for message in messages -%}
+  {%- set kind = message.role if message.role in ("user", "assistant") else "system" -%}
+  {%- set body = message.content or "" -%}
+  {%- if kind == "assistant" -%}
+    {%- set body = "<think></think>" ~ body -%}
+  {%- endif -%}
+  {{- turn(kind, message.name or message.role, body) -}}
+{%- endfor -%}
+{%- if add_generation_prompt -%}
+  {{- "<|im_assistant|>assistant<|im_middle|>" -}}
+  {{- "<think></think>" if thinking is defined and not thinking else "<think>" -}}
+{%- endif -%}
+"""
+
+
+@dataclasses.dataclass(frozen=True)
+class Sizes:
+    """What the sizes "demo" and "toy" differ in."""
+
+    ranks: int = 3840
+    hidden: int = 256
+    layers: int = 6
+    heads: int = 4
+    query_rank: int = 128
+    inner: int = 768
+    expert_inner: int = 128
+    experts: int = 16
+    draft_layers: int = 3
+    taps: tuple[int, ...] = (0, 2, 4, 5)
+
+
+SIZES = {
+    "demo": Sizes(),
+    "toy": Sizes(
+        ranks=512,
+        hidden=64,
+        layers=3,
+        heads=2,
+        query_rank=32,
+        inner=64,
+        expert_inner=32,
+        experts=4,
+        draft_layers=1,
+        taps=(0, 2),
+    ),
+}
+
+MAX_POSITIONS = 4096
+_ROPE = RopeConfig(
+    theta=50000.0,
+    factor=4.0,
+    original_max_position_embeddings=1024,
+    beta_fast=32.0,
+    beta_slow=1.0,
+    mscale=1.0,
+    mscale_all_dim=1.0,
+)
+
+
+def token_ids(sizes: Sizes) -> dict[str, int]:
+    """Ids that the wrapper's config.json names beside the end tokens."""
+    return {
+        "bos_token_id": sizes.ranks + SPECIAL_OFFSETS["[BOS]"],
+        "pad_token_id": sizes.ranks + SPECIAL_OFFSETS["[PAD]"],
+    }
+
+
+def target_config(sizes: Sizes) -> KimiK26Config:
+    """A K2.6 in small: the latent and the rotary width are the real ones."""
+    return KimiK26Config(
+        vocab_size=sizes.ranks + SPECIAL_TOKENS,
+        hidden_size=sizes.hidden,
+        num_hidden_layers=sizes.layers,
+        num_attention_heads=sizes.heads,
+        q_lora_rank=sizes.query_rank,
+        kv_lora_rank=512,
+        qk_nope_head_dim=32,
+        qk_rope_head_dim=64,
+        v_head_dim=32,
+        intermediate_size=sizes.inner,
+        moe_intermediate_size=sizes.expert_inner,
+        n_routed_experts=sizes.experts,
+        num_experts_per_tok=2,
+        n_shared_experts=1,
+        n_group=1,
+        topk_group=1,
+        norm_topk_prob=True,
+        routed_scaling_factor=1.5,
+        first_k_dense_replace=1,
+        moe_layer_freq=1,
+        rms_norm_eps=1e-5,
+        max_position_embeddings=MAX_POSITIONS,
+        rope=_ROPE,
+        # A document ends with [EOS], a chat turn with <|im_end|>.
+        eos_token_ids=(
+            sizes.ranks + SPECIAL_OFFSETS["[EOS]"],
+            sizes.ranks + SPECIAL_OFFSETS["<|im_end|>"],
+        ),
+    )
+
+
+def drafter_config(sizes: Sizes) -> DFlashConfig:
+    """A DFlash drafter with Kimi's block of 8 and [UNK] as its mask."""
+    return DFlashConfig(
+        vocab_size=sizes.ranks + SPECIAL_TOKENS,
+        hidden_size=sizes.hidden,
+        intermediate_size=sizes.inner,
+        num_hidden_layers=sizes.draft_layers,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=64,
+        rms_norm_eps=1e-5,
+        max_position_embeddings=MAX_POSITIONS,
+        rope=_ROPE,
+        block_size=8,
+        mask_token_id=sizes.ranks + SPECIAL_OFFSETS["[UNK]"],
+        taps=sizes.taps,
+        num_target_layers=sizes.layers,
+        layers=(DraftLayer(),) * sizes.draft_layers,
+    )
+
+
+def tokenizer_json(sizes: Sizes) -> dict:
+    """tokenizer_config.json: the special tokens by id."""
+    return {
+        "added_tokens_decoder": {
+            str(sizes.ranks + offset): {"content": token, "special": token not in _NOT_SPECIAL}
+            for token, offset in SPECIAL_OFFSETS.items()
+        },
+        "bos_token": "[BOS]",
+        "eos_token": "<|im_end|>",
+        "unk_token": "[UNK]",
+        "pad_token": "[PAD]",
+        "model_max_length": MAX_POSITIONS,
+        "tokenizer_class": "TikTokenTokenizer",
+    }

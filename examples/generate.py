@@ -1,0 +1,282 @@
+"""Continues prompts with a Kimi-K2.6-shaped model, drafting with draft trees.
+
+python examples/generate.py --prompt "def add(a, b):"
+python examples/generate.py --compare
+python examples/generate.py --checkpoint DIR --drafter DIR --chat --prompt "Hello"
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import pathlib
+import sys
+
+from absl import app, flags
+
+_PROMPT = flags.DEFINE_multi_string("prompt", None, "A prompt; give it again for more.")
+_PROMPT_FILE = flags.DEFINE_string(
+    "prompt_file",
+    None,
+    'A text file that is one prompt, or a .jsonl file of {"prompt": text} lines.',
+)
+_CHECKPOINT = flags.DEFINE_string("checkpoint", None, "Folder of the target; the demo by default.")
+_DRAFTER = flags.DEFINE_string("drafter", None, "Folder of the drafter; the demo's by default.")
+_CHAT = flags.DEFINE_bool("chat", False, "Wrap each prompt in the checkpoint's chat template.")
+_MODE = flags.DEFINE_enum("mode", "ddtree", ["ddtree", "chain", "ar"], "How to decode.")
+_BUDGET = flags.DEFINE_integer("budget", 16, "Draft nodes of a tree, root excluded, 0 .. 256.")
+_MAX_NEW = flags.DEFINE_integer("max_new_tokens", 128, "Tokens to emit after each prompt, at most.")
+_TEMPERATURE = flags.DEFINE_float("temperature", 0.0, "0 takes the most probable token.")
+_TOP_P = flags.DEFINE_float("top_p", 1.0, "Draw from this share of the probability; 1 is all.")
+_TOP_K = flags.DEFINE_integer("top_k", 0, "Draw from this many tokens; 0 is all.")
+_SEED = flags.DEFINE_integer("seed", 0, "Seed of the draws.")
+_DTYPE = flags.DEFINE_enum(
+    "dtype", None, ["float32", "bfloat16"], "Arithmetic; float32 on a CPU, bfloat16 elsewhere."
+)
+_MESH = flags.DEFINE_string("mesh", None, "Reserved: decoding runs on one device so far.")
+_COMPARE = flags.DEFINE_bool(
+    "compare", False, "Run ar, chain and ddtree and print them side by side."
+)
+_JSON = flags.DEFINE_string("json", None, "Write the completions and the figures to this file.")
+_BATCH = flags.DEFINE_integer("batch_size", 1, "Prompts to decode together.")
+_CACHE = flags.DEFINE_string(
+    "compilation_cache",
+    "~/.cache/ddtree_jax",
+    "Where compiled programs are kept; empty for nowhere.",
+)
+
+# Rounds between two looks at the text. A look costs a dispatch; four rounds are a line or so.
+_ROUNDS_PER_CALL = 4
+
+
+def main(argv):
+    if len(argv) > 1:
+        raise app.UsageError(f"unexpected argument {argv[1]!r}: prompts go into --prompt")
+    try:
+        _run()
+    except (ValueError, OSError) as error:
+        sys.exit("error: " + " ".join(str(error).split()))
+
+
+def _run():
+    if _MESH.value is not None:
+        raise ValueError("--mesh is not available yet: leave it out to decode on one device")
+    if _BATCH.value < 1:
+        raise ValueError(f"--batch_size must be at least 1, not {_BATCH.value}")
+    json_file = _output_file(_JSON.value)
+
+    import jax
+
+    if _CACHE.value:
+        _keep_compiled_programs(jax, os.path.expanduser(_CACHE.value))
+    import ddtree_jax
+    from ddtree_jax import models
+
+    from_demo = _CHECKPOINT.value is None
+    if from_demo:
+        target_path = models.DEMO_TARGET
+        drafter_path = _DRAFTER.value or models.DEMO_DRAFTER
+    else:
+        target_path, drafter_path = _CHECKPOINT.value, _DRAFTER.value
+    needs_drafter = _COMPARE.value or _MODE.value != "ar"
+    if needs_drafter and drafter_path is None:
+        raise ValueError("--checkpoint needs --drafter DIR beside it, or --mode=ar")
+
+    dtype = _DTYPE.value or ("float32" if jax.default_backend() == "cpu" else "bfloat16")
+    tokenizer = models.load_tokenizer(target_path)
+    prompts, texts = _prompts(tokenizer, from_demo)
+    config = ddtree_jax.DecodeConfig(
+        mode=_MODE.value,
+        budget=_BUDGET.value,
+        max_new_tokens=_MAX_NEW.value,
+        stop_tokens=tuple(tokenizer.stop_ids),
+        temperature=_TEMPERATURE.value,
+        top_k=_TOP_K.value,
+        top_p=_TOP_P.value,
+        seed=_SEED.value,
+    )
+    target = models.load_target(target_path, dtype=dtype)
+    drafter = models.load_drafter(drafter_path, target, dtype=dtype) if needs_drafter else None
+
+    device = jax.devices()[0].device_kind
+    decode = _compare if _COMPARE.value else _stream
+    report = decode(target, drafter, tokenizer, config, prompts, texts, device, dtype)
+    if json_file is not None:
+        json_file.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+
+
+def _stream(target, drafter, tokenizer, config, prompts, texts, device, dtype):
+    """Prints each completion as its rounds finish, then one line of figures."""
+    from runner import Runner
+
+    runner = Runner(target, drafter, config, _ROUNDS_PER_CALL)
+    completions = []
+    for start in range(0, len(prompts), _BATCH.value):
+        batch = prompts[start : start + _BATCH.value]
+        printer = _Printer(tokenizer, texts[start : start + _BATCH.value])
+        completions += runner.run(batch, printer.push)
+        printer.finish()
+    totals = runner.totals
+    print(
+        f"{totals.tokens_per_second:.1f} tokens/s, {totals.rounds} rounds, "
+        f"{totals.mean_accepted:.2f} tokens accepted a round, {config.mode} on {device} ({dtype})"
+    )
+    return _report(config.mode, device, totals, completions, tokenizer, texts)
+
+
+def _compare(target, drafter, tokenizer, config, prompts, texts, device, dtype):
+    """Decodes every prompt in the three modes and prints the figures side by side."""
+    import dataclasses
+
+    from losslessness import judge
+    from runner import Runner
+
+    results, rows = {}, []
+    for mode in ("ar", "chain", "ddtree"):
+        runner = Runner(target, drafter, dataclasses.replace(config, mode=mode))
+        completions = []
+        for start in range(0, len(prompts), _BATCH.value):
+            completions += runner.run(prompts[start : start + _BATCH.value])
+        results[mode] = (runner.totals, completions)
+    baseline = results["ar"][1]
+    print(f"{len(prompts)} prompts on {device} ({dtype}), budget {config.budget}")
+    print("mode    tokens/s  speed-up  rounds  accepted a round  same text as ar")
+    for mode, (totals, completions) in results.items():
+        verdicts = [
+            judge(target, prompt, ar.tokens, one.tokens, dtype)
+            for prompt, ar, one in zip(prompts, baseline, completions, strict=True)
+        ]
+        row = {
+            "mode": mode,
+            "tokens_per_second": totals.tokens_per_second,
+            "speed_up": totals.tokens_per_second / (results["ar"][0].tokens_per_second or 1),
+            "rounds": totals.rounds,
+            "mean_accepted": totals.mean_accepted,
+            "same": verdicts.count("same"),
+            "ties": verdicts.count("tie"),
+            "different": verdicts.count("different"),
+        }
+        rows.append(row)
+        ties = f", {row['ties']} ties" if row["ties"] else ""
+        print(
+            f"{mode:<8}{row['tokens_per_second']:>8.1f}{row['speed_up']:>9.2f}x{row['rounds']:>8}"
+            f"{row['mean_accepted']:>18.2f}  {row['same']} of {len(prompts)}{ties}"
+        )
+    report = _report("ddtree", device, *results["ddtree"], tokenizer, texts)
+    return {**report, "compare": rows}
+
+
+def _report(mode, device, totals, completions, tokenizer, texts):
+    return {
+        "mode": mode,
+        "device": device,
+        "tokens_per_second": totals.tokens_per_second,
+        "completions": [
+            {
+                "prompt": text,
+                "text": tokenizer.decode(one.tokens),
+                "tokens": one.tokens,
+                "finish_reason": one.finish_reason,
+                "rounds": one.rounds,
+                "mean_accepted": one.mean_accepted,
+            }
+            for text, one in zip(texts, completions, strict=True)
+        ],
+    }
+
+
+class _Printer:
+    """Streams the batch's completions in order: each is held back until those before it are done."""
+
+    def __init__(self, tokenizer, texts):
+        self._decoders = [tokenizer.stream_decoder() for _ in texts]
+        self._held = [text for text in texts]
+        self._current = 0
+        self._show()
+
+    def push(self, i, ids):
+        self._held[i] += self._decoders[i].push(ids)
+        if i == self._current:
+            self._show()
+
+    def finish(self):
+        for self._current in range(self._current, len(self._held)):
+            self._held[self._current] += self._decoders[self._current].finish()
+            self._show()
+            print("\n")
+
+    def _show(self):
+        print(self._held[self._current], end="", flush=True)
+        self._held[self._current] = ""
+
+
+def _prompts(tokenizer, from_demo):
+    """The prompts' token ids, and their texts."""
+    texts = list(_PROMPT.value or [])
+    if _PROMPT_FILE.value is not None:
+        path = pathlib.Path(_PROMPT_FILE.value)
+        content = path.read_text(encoding="utf-8")
+        if path.suffix == ".jsonl":
+            for number, line in enumerate(content.splitlines(), 1):
+                if line.strip():
+                    texts.append(_json_prompt(path, number, line))
+        else:
+            texts.append(content)
+    if not texts:
+        if not from_demo:
+            raise ValueError("no prompt: give --prompt or --prompt_file")
+        from ddtree_jax import models
+
+        texts = models.demo_prompts()
+        if not _COMPARE.value:
+            texts = texts[:1]
+    if _CHAT.value:
+        ids = [
+            tokenizer.encode(
+                tokenizer.apply_chat_template([{"role": "user", "content": text}]),
+                allow_special=True,
+            )
+            for text in texts
+        ]
+    else:
+        ids = [tokenizer.encode(text) for text in texts]
+    for i, one in enumerate(ids):
+        if not one:
+            raise ValueError(f"prompt {i} is empty: give it some text")
+    return ids, texts
+
+
+def _json_prompt(path, number, line):
+    try:
+        prompt = json.loads(line)["prompt"]
+    except (json.JSONDecodeError, KeyError, TypeError) as error:
+        raise ValueError(f'{path}, line {number}: not a JSON object with a "prompt"') from error
+    if not isinstance(prompt, str):
+        raise ValueError(f'{path}, line {number}: "prompt" is not text')
+    return prompt
+
+
+def _output_file(name):
+    """The file to write at the end, tried now so that a long decode is not lost to a bad path."""
+    if name is None:
+        return None
+    path = pathlib.Path(name)
+    if path.is_dir():
+        raise ValueError(f"--json {name} is a folder: name a file")
+    if not path.parent.is_dir():
+        raise FileNotFoundError(f"--json {name}: the folder {path.parent} does not exist")
+    with path.open("a", encoding="utf-8"):
+        pass
+    return path
+
+
+def _keep_compiled_programs(jax, folder):
+    """A second start finds what the first compiled. An explicit JAX_COMPILATION_CACHE_DIR wins."""
+    if jax.config.jax_compilation_cache_dir is None:
+        jax.config.update("jax_compilation_cache_dir", folder)
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
+
+
+if __name__ == "__main__":
+    sys.stdout.reconfigure(errors="replace")
+    app.run(main)

@@ -1,0 +1,127 @@
+// The k largest logits of each row in exact order, normalised over the whole row.
+#include <algorithm>
+#include <cmath>
+
+#include "ffi/cpu/kernels.h"
+#include "ffi/ddtree.h"
+
+namespace ddtree {
+namespace {
+
+constexpr int64_t kTile = 1024;  // logits that are read, summed and filtered while they are in the first-level cache
+
+struct Entry {
+  float logit;
+  int32_t id;
+};
+
+// Logit descending, then id ascending.
+inline bool Before(const Entry& x, const Entry& y) { return x.logit != y.logit ? x.logit > y.logit : x.id < y.id; }
+
+// Copies a tile to float32 with NaN as -inf and returns its maximum.
+template <typename T>
+DDTREE_CLONES float Load(const T* x, int64_t count, float* tile) {
+  float lanes[16];
+  for (float& lane : lanes) lane = -INFINITY;
+  int64_t i = 0;
+  for (; i + 16 <= count; i += 16) {
+    for (int j = 0; j < 16; ++j) {
+      float y;
+      if constexpr (sizeof(T) == 2) y = FromBf16(x[i + j]); else y = x[i + j];
+      y = y == y ? y : -INFINITY;
+      tile[i + j] = y;
+      lanes[j] = lanes[j] < y ? y : lanes[j];
+    }
+  }
+  float max = lanes[0];
+  for (float lane : lanes) max = std::max(max, lane);
+  for (; i < count; ++i) {
+    float y;
+    if constexpr (sizeof(T) == 2) y = FromBf16(x[i]); else y = x[i];
+    tile[i] = y == y ? y : -INFINITY;
+    max = std::max(max, tile[i]);
+  }
+  return max;
+}
+
+DDTREE_CLONES double SumExp(const float* tile, int64_t count, float max) {
+  float lanes[16] = {};
+  int64_t i = 0;
+  for (; i + 16 <= count; i += 16) {
+    for (int j = 0; j < 16; ++j) lanes[j] += tile[i + j] - max < -87.0f ? 0.0f : Exp(tile[i + j] - max);
+  }
+  double sum = 0;
+  for (float lane : lanes) sum += lane;
+  for (; i < count; ++i) sum += tile[i] - max < -87.0f ? 0.0f : Exp(tile[i] - max);
+  return sum;
+}
+
+// Appends the entries above the bar (a tie with it comes later in id order and so loses) to the pool.
+DDTREE_CLONES int64_t Filter(const float* tile, int64_t count, int32_t first, float bar, Entry* pool, int64_t size) {
+  int64_t i = 0;
+  for (; i + 32 <= count; i += 32) {
+    int any = 0;
+    for (int j = 0; j < 32; ++j) any |= tile[i + j] > bar;
+    if (!any) continue;
+    for (int j = 0; j < 32; ++j) {
+      if (tile[i + j] > bar) pool[size++] = {tile[i + j], first + static_cast<int32_t>(i) + j};
+    }
+  }
+  for (; i < count; ++i) {
+    if (tile[i] > bar) pool[size++] = {tile[i], first + static_cast<int32_t>(i)};
+  }
+  return size;
+}
+
+template <typename T>
+void Row(const T* logits, int64_t vocab, int64_t k, float* log_probs, int32_t* ids) {
+  float tile[kTile];
+  Entry pool[DDTREE_MAX_CANDIDATES + kTile];
+  int64_t size = 0;
+  float max = -INFINITY, bar = -INFINITY;
+  double sum = 0;
+  for (int64_t first = 0; first < vocab; first += kTile) {
+    const int64_t count = std::min(kTile, vocab - first);
+    const float tile_max = Load(logits + first, count, tile);
+    if (tile_max > max) {
+      sum = max == -INFINITY ? 0 : sum * std::exp(static_cast<double>(max) - tile_max);
+      max = tile_max;
+    }
+    if (std::isfinite(max)) sum += SumExp(tile, count, max);
+    if (size < k) {
+      // Until k are known nothing may be dropped, -inf included.
+      for (int64_t i = 0; i < count; ++i) pool[size++] = {tile[i], static_cast<int32_t>(first + i)};
+    } else if (tile_max > bar) {
+      size = Filter(tile, count, static_cast<int32_t>(first), bar, pool, size);
+    }
+    if (size > k) {
+      std::nth_element(pool, pool + k - 1, pool + size, Before);
+      size = k;
+    }
+    if (size == k) bar = std::max_element(pool, pool + k, Before)->logit;
+  }
+  std::sort(pool, pool + k, Before);
+  const double normaliser = static_cast<double>(max) + std::log(sum);
+  for (int64_t j = 0; j < k; ++j) {
+    const double log_prob = static_cast<double>(pool[j].logit) - normaliser;
+    log_probs[j] = std::isfinite(normaliser) ? static_cast<float>(std::min(log_prob, 0.0)) : -INFINITY;
+    ids[j] = pool[j].id;
+  }
+}
+
+}  // namespace
+}  // namespace ddtree
+
+int ddtree_draft_topk_cpu(const ddtree_draft_topk_args* a, int64_t task, int64_t tasks) {
+  if (a->k < 1 || a->k > DDTREE_MAX_CANDIDATES || a->k > a->vocab || tasks < 1) return DDTREE_INVALID_ARGUMENT;
+  for (int64_t row = task; row < a->rows; row += tasks) {
+    float* log_probs = a->log_probs + row * a->k;
+    int32_t* ids = a->token_ids + row * a->k;
+    if (a->dtype == DDTREE_BF16) {
+      ddtree::Row(static_cast<const uint16_t*>(a->logits) + row * a->vocab, a->vocab, a->k, log_probs, ids);
+    } else {
+      ddtree::Row(static_cast<const float*>(a->logits) + row * a->vocab, a->vocab, a->k, log_probs, ids);
+    }
+  }
+  return DDTREE_OK;
+}

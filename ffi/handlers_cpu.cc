@@ -1,0 +1,102 @@
+// XLA FFI handlers of the CPU kernels.
+//
+// The two heavy kernels share their work out over XLA's thread pool and return a future; the pool is never waited for,
+// since a handler may be running on it. Small work, and the other kernels, run where they are called.
+#include <algorithm>
+#include <cstdint>
+
+#include "ffi/handlers.h"
+
+namespace ddtree {
+namespace {
+
+// Below this much arithmetic a task on the pool costs more than it saves.
+constexpr double kWorthATask = 4e5;
+
+template <typename Args>
+ffi::Future Spread(ffi::ThreadPool& pool, const Args& args, int (*kernel)(const Args*, int64_t, int64_t), double work,
+                   int64_t items) {
+  const int64_t most = std::min<int64_t>({pool.num_threads(), items, static_cast<int64_t>(work / kWorthATask)});
+  const int64_t tasks = std::max<int64_t>(1, most);
+  ffi::CountDownPromise promise(tasks);
+  ffi::Future future(promise);
+  for (int64_t task = 1; task < tasks; ++task) {
+    pool.Schedule([=]() mutable { promise.CountDown(1, Status(kernel(&args, task, tasks))); });
+  }
+  promise.CountDown(1, Status(kernel(&args, 0, tasks)));
+  return future;
+}
+
+ffi::Future Failed(const ffi::Error& error) {
+  ffi::CountDownPromise promise(1);
+  ffi::Future future(promise);
+  promise.CountDown(1, error);
+  return future;
+}
+
+ffi::Future DraftTopk(ffi::ThreadPool pool, Any logits, Out log_probs, Out token_ids) {
+  ddtree_draft_topk_args args{};
+  if (ffi::Error error = DraftTopkArgs(logits, log_probs, token_ids, &args); error.failure()) return Failed(error);
+  return Spread(pool, args, ddtree_draft_topk_cpu, 8.0 * args.rows * args.vocab, args.rows);
+}
+
+ffi::Error TreeBuild(Any log_probs, Any token_ids, Any root_tokens, Any budgets, Out tokens, Out parents, Out depths,
+                     Out next_token, Out next_sibling, Out ancestors, Out out_log_probs, Out num_nodes,
+                     bool keep_spine) {
+  ddtree_tree_build_args args{};
+  ffi::Error error = TreeBuildArgs(log_probs, token_ids, root_tokens, budgets, tokens, parents, depths, next_token,
+                                   next_sibling, ancestors, out_log_probs, num_nodes, keep_spine, &args);
+  return error.failure() ? error : Status(ddtree_tree_build_cpu(&args, 0, 1));
+}
+
+ffi::Future VerifyAttn(ffi::ThreadPool pool, Any query, Any cache, Any ancestors, Any lengths, Any num_nodes, Any layer,
+                       Out out, float scale) {
+  ddtree_verify_attn_args args{};
+  ffi::Error error = VerifyAttnArgs(query, cache, ancestors, lengths, num_nodes, layer, out, scale, &args);
+  if (error.failure()) return Failed(error);
+  double keys = 0;
+  for (int64_t b = 0; b < args.batch; ++b) keys += std::clamp<int64_t>(args.lengths[b], 0, args.rows) + 8;
+  return Spread(pool, args, ddtree_verify_attn_cpu, 1088.0 * keys * args.nodes * args.heads,
+                args.batch * args.nodes * args.heads);
+}
+
+ffi::Error AppendLatents(Any cache, Any latents, Any lengths, Any layer, Out out) {
+  ddtree_append_latents_args args{};
+  ffi::Error error = AppendLatentsArgs(cache, latents, lengths, layer, out, &args);
+  return error.failure() ? error : Status(ddtree_append_latents_cpu(&args, 0, 1));
+}
+
+ffi::Error TreeAccept(Any tokens, Any next_token, Any next_sibling, Any num_nodes, Any target_tokens, Any stop_tokens,
+                      Any max_new, Out nodes, Out out_tokens, Out num_emitted, Out finished) {
+  ddtree_tree_accept_args args{};
+  ffi::Error error = TreeAcceptArgs(tokens, next_token, next_sibling, num_nodes, target_tokens, stop_tokens, max_new,
+                                    nodes, out_tokens, num_emitted, finished, &args);
+  return error.failure() ? error : Status(ddtree_tree_accept_cpu(&args, 0, 1));
+}
+
+ffi::Error CommitPath(Any cache, Any nodes, Any num_emitted, Any lengths, Out out) {
+  ddtree_commit_path_args args{};
+  ffi::Error error = CommitPathArgs(cache, nodes, num_emitted, lengths, out, &args);
+  return error.failure() ? error : Status(ddtree_commit_path_cpu(&args, 0, 1));
+}
+
+}  // namespace
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(DraftTopkCpu, DraftTopk,
+                              ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().Arg<Any>().Ret<Any>().Ret<Any>());
+XLA_FFI_DEFINE_HANDLER_SYMBOL(TreeBuildCpu, TreeBuild,
+                              ffi::Ffi::Bind().Arg<Any>().Arg<Any>().Arg<Any>().Arg<Any>()
+                                  .Ret<Any>().Ret<Any>().Ret<Any>().Ret<Any>().Ret<Any>().Ret<Any>().Ret<Any>().Ret<Any>()
+                                  .Attr<bool>("keep_spine"));
+XLA_FFI_DEFINE_HANDLER_SYMBOL(VerifyAttnCpu, VerifyAttn,
+                              ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().Arg<Any>().Arg<Any>().Arg<Any>().Arg<Any>()
+                                  .Arg<Any>().Arg<Any>().Ret<Any>().Attr<float>("scale"));
+XLA_FFI_DEFINE_HANDLER_SYMBOL(AppendLatentsCpu, AppendLatents,
+                              ffi::Ffi::Bind().Arg<Any>().Arg<Any>().Arg<Any>().Arg<Any>().Ret<Any>());
+XLA_FFI_DEFINE_HANDLER_SYMBOL(TreeAcceptCpu, TreeAccept,
+                              ffi::Ffi::Bind().Arg<Any>().Arg<Any>().Arg<Any>().Arg<Any>().Arg<Any>().Arg<Any>()
+                                  .Arg<Any>().Ret<Any>().Ret<Any>().Ret<Any>().Ret<Any>());
+XLA_FFI_DEFINE_HANDLER_SYMBOL(CommitPathCpu, CommitPath,
+                              ffi::Ffi::Bind().Arg<Any>().Arg<Any>().Arg<Any>().Arg<Any>().Ret<Any>());
+
+}  // namespace ddtree

@@ -1,0 +1,34 @@
+"""Source lists of the native code: the one place, loaded by BUILD.bazel and read by ffi/CMakeLists.txt.
+
+CMake takes every quoted path between the brackets of a list.
+"""
+
+CPU_SRCS = [
+    "cpu/append_latents.cc",
+    "cpu/commit_path.cc",
+    "cpu/draft_topk.cc",
+    "cpu/tree_accept.cc",
+    "cpu/tree_build.cc",
+    "cpu/verify_attn.cc",
+    "status.cc",
+]
+
+CPU_MODULE_SRCS = [
+    "handlers_cpu.cc",
+    "module_cpu.cc",
+]
+
+CUDA_SRCS = [
+    "cuda/append_latents.cu",
+    "cuda/commit_path.cu",
+    "cuda/draft_topk.cu",
+    "cuda/tree_accept.cu",
+    "cuda/tree_build.cu",
+    "cuda/verify_attn.cu",
+]
+
+CUDA_MODULE_SRCS = [
+    "handlers_cuda.cc",
+    "module_cuda.cc",
+    "status.cc",
+]

@@ -1,0 +1,331 @@
+"""The loop's bookkeeping against a table-driven target whose text three lines of NumPy predict."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from markov import MarkovTarget, follow, random_pair
+
+from ddtree_jax import DecodeConfig, FinishReason, ddtree_decode
+
+MODES = ("ddtree", "chain", "ar")
+decode = jax.jit(ddtree_decode, static_argnames="config")
+
+
+def _prompts(rng, batch, width, vocab):
+    lengths = rng.integers(1, width + 1, batch).astype(np.int32)
+    lengths[rng.integers(batch)] = width
+    return rng.integers(0, vocab, (batch, width)).astype(np.int32), lengths
+
+
+def _check(result, table, tokens, lengths, config, max_context=4096):
+    for b, length in enumerate(lengths):
+        want, why = follow(
+            table, tokens[b, :length], config.max_new_tokens, config.stop_tokens, max_context
+        )
+        assert int(result.lengths[b]) == len(want), b
+        assert np.asarray(result.tokens[b, : len(want)]).tolist() == want, b
+        assert np.all(np.asarray(result.tokens[b, len(want) :]) == -1), b
+        assert FinishReason(int(result.finish_reason[b])).name.lower() == why, b
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("stops", [(), (3,), (0, 7, 11)])
+def test_text_and_finish_reason(rng, mode, stops):
+    target, drafter = random_pair(rng)
+    tokens, lengths = _prompts(rng, 5, 9, target.vocab_size)
+    config = DecodeConfig(mode=mode, max_new_tokens=40, stop_tokens=stops, prefill_chunk=4)
+    result = decode(target, drafter, tokens, lengths, config=config)
+    _check(result, np.asarray(target.table), tokens, lengths, config)
+    new = np.asarray(result.lengths) - lengths
+    histogram = np.asarray(result.accepted_histogram)
+    np.testing.assert_array_equal(histogram.sum(1), result.rounds)
+    # The prefill emits the first token, the rounds all others.
+    np.testing.assert_array_equal(histogram @ np.arange(histogram.shape[1]), new - 1)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("max_new", range(0, 10))
+def test_max_new_tokens_is_never_overshot(rng, mode, max_new):
+    target, drafter = random_pair(rng, damage=0.0)
+    tokens, lengths = _prompts(rng, 3, 4, target.vocab_size)
+    config = DecodeConfig(mode=mode, max_new_tokens=max_new)
+    result = decode(target, drafter, tokens, lengths, config=config)
+    assert result.tokens.shape == (3, 4 + max_new)
+    _check(result, np.asarray(target.table), tokens, lengths, config)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("context", [9, 12, 17])
+def test_full_context_is_a_finish_reason(rng, mode, context):
+    target, drafter = random_pair(rng, max_context=context)
+    tokens, lengths = _prompts(rng, 4, 9, target.vocab_size)
+    config = DecodeConfig(mode=mode, max_new_tokens=30, budget=11)
+    result = decode(target, drafter, tokens, lengths, config=config)
+    _check(result, np.asarray(target.table), tokens, lengths, config, context)
+
+
+@pytest.mark.parametrize("budget", [0, 1, 6, 7, 8, 64, 256])
+def test_budgets(rng, budget):
+    target, drafter = random_pair(rng)
+    tokens, lengths = _prompts(rng, 3, 6, target.vocab_size)
+    config = DecodeConfig(budget=budget, max_new_tokens=33)
+    result = decode(target, drafter, tokens, lengths, config=config)
+    _check(result, np.asarray(target.table), tokens, lengths, config)
+
+
+def test_tree_with_spine_takes_no_more_rounds_than_the_chain(rng):
+    for _ in range(5):
+        target, drafter = random_pair(rng)
+        tokens, lengths = _prompts(rng, 1, 5, target.vocab_size)
+        rounds = {
+            mode: int(
+                decode(
+                    target,
+                    drafter,
+                    tokens,
+                    lengths,
+                    config=DecodeConfig(mode=mode, budget=7, max_new_tokens=50),
+                ).rounds[0]
+            )
+            for mode in MODES
+        }
+        assert rounds["ddtree"] <= rounds["chain"] <= rounds["ar"] == 49
+
+
+@pytest.mark.parametrize("block_size", [2, 3, 16])
+def test_block_sizes(rng, block_size):
+    target, drafter = random_pair(rng, block_size=block_size)
+    tokens, lengths = _prompts(rng, 2, 5, target.vocab_size)
+    for mode in MODES:
+        config = DecodeConfig(mode=mode, budget=20, max_new_tokens=37)
+        result = decode(target, drafter, tokens, lengths, config=config)
+        _check(result, np.asarray(target.table), tokens, lengths, config)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_caches_hold_the_committed_text(rng, mode):
+    target, drafter = random_pair(rng)
+    tokens, lengths = _prompts(rng, 4, 7, target.vocab_size)
+    config = DecodeConfig(mode=mode, max_new_tokens=25, budget=19)
+    state = decode(target, drafter, tokens, lengths, config=config).state
+    for b in range(4):
+        rows = int(state.lengths[b]) - 1  # The last token's row is written by the round it roots.
+        text = np.asarray(state.tokens[b, :rows])
+        for layer in range(2):
+            got = np.asarray(state.cache[layer, b, :rows, :2]) - layer
+            np.testing.assert_array_equal(got[:, 0], text)
+            np.testing.assert_array_equal(got[:, 1], np.arange(rows))
+        if mode != "ar":
+            context = np.asarray(state.draft_cache[0][b, :rows])
+            np.testing.assert_array_equal(context[:, 0], text)
+            np.testing.assert_array_equal(context[:, 1], np.arange(rows))
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_finished_request_disturbs_nobody(rng, mode):
+    target, drafter = random_pair(rng)
+    tokens, lengths = _prompts(rng, 3, 6, target.vocab_size)
+    table = np.asarray(target.table)
+    first = follow(table, tokens[1, : lengths[1]], 1)[0][-1]
+    config = DecodeConfig(mode=mode, max_new_tokens=30, stop_tokens=(first,))
+    result = decode(target, drafter, tokens, lengths, config=config)
+    _check(result, table, tokens, lengths, config)
+    assert int(result.rounds[1]) == 0
+    alone = decode(target, drafter, tokens[:1], lengths[:1], config=config)
+    np.testing.assert_array_equal(alone.rounds[0], result.rounds[0])
+    np.testing.assert_array_equal(alone.tokens[0], result.tokens[0])
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_logits_that_are_not_finite_end_their_request_alone(rng, mode):
+    target, drafter = random_pair(rng)
+    table = np.array(target.table)
+    for bad, row in zip((np.nan, np.inf, -np.inf), (2, 5, 8), strict=True):
+        table[row] = (
+            bad if bad == -np.inf else np.where(np.arange(len(table)) == 4, bad, table[row])
+        )
+    target = MarkovTarget(jnp.asarray(table))
+    tokens, lengths = _prompts(rng, 6, 5, target.vocab_size)
+    config = DecodeConfig(mode=mode, max_new_tokens=40)
+    result = decode(target, drafter, tokens, lengths, config=config)
+    _check(result, table, tokens, lengths, config)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("rounds", [1, 3])
+def test_going_on_from_a_state_equals_one_call(rng, mode, rounds):
+    target, drafter = random_pair(rng)
+    tokens, lengths = _prompts(rng, 3, 6, target.vocab_size)
+    config = DecodeConfig(mode=mode, max_new_tokens=30, stop_tokens=(9,))
+    whole = decode(target, drafter, tokens, lengths, config=config)
+    step = DecodeConfig(mode=mode, max_new_tokens=30, stop_tokens=(9,), max_rounds=rounds)
+    part = decode(target, drafter, tokens, lengths, config=step)
+    calls = 1
+    while np.any(np.asarray(part.finish_reason) == FinishReason.RUNNING):
+        part = decode(target, drafter, tokens, lengths, config=step, state=part.state)
+        calls += 1
+    assert calls > 1
+    for name in ("tokens", "lengths", "rounds", "accepted_histogram", "finish_reason"):
+        np.testing.assert_array_equal(getattr(part, name), getattr(whole, name), name)
+
+
+def test_sampled_text_depends_on_prompt_and_seed_alone(rng):
+    target, drafter = random_pair(rng)
+    tokens, lengths = _prompts(rng, 4, 6, target.vocab_size)
+    options = dict(
+        max_new_tokens=30, temperature=0.8, top_k=7, top_p=0.9, seed=int(rng.integers(99))
+    )
+    texts = {}
+    for mode in MODES:
+        for budget in (5, 40):
+            config = DecodeConfig(mode=mode, budget=budget, **options)
+            texts[mode, budget] = decode(target, drafter, tokens, lengths, config=config).tokens
+    config = DecodeConfig(**options)
+    for text in texts.values():
+        np.testing.assert_array_equal(text, texts["ar", 5])
+    for b in range(4):
+        alone = decode(
+            target, drafter, tokens[b : b + 1], lengths[b : b + 1], config=config
+        ).tokens[0]
+        np.testing.assert_array_equal(alone, texts["ar", 5][b])
+    other = decode(target, drafter, tokens, lengths, config=config, seed=jnp.int32(12345)).tokens
+    assert np.any(np.asarray(other) != np.asarray(texts["ar", 5]))
+
+
+@pytest.mark.parametrize("mode", ["ddtree", "ar"])
+def test_sampled_tokens_follow_the_targets_distribution(rng, mode):
+    vocab, draws = 5, 4096
+    target, drafter = random_pair(rng, vocab=vocab)
+    tokens = np.full((draws, 1), 2, np.int32)
+    config = DecodeConfig(mode=mode, budget=9, max_new_tokens=3, temperature=1.3)
+    result = decode(
+        target,
+        drafter,
+        tokens,
+        np.ones(draws, np.int32),
+        config=config,
+        request_ids=jnp.arange(draws, dtype=jnp.int32),
+        seed=jnp.int32(rng.integers(2**31)),
+    )
+    text = np.asarray(result.tokens)
+    step = np.exp(np.asarray(target.table, np.float64) / 1.3)
+    step /= step.sum(1, keepdims=True)
+    want = step[2][:, None, None] * step[:, :, None] * step[None]
+    got = np.zeros((vocab,) * 3)
+    np.add.at(got, tuple(text[:, 1:].T), 1)
+    expected = want * draws
+    pool = expected < 5
+    observed = np.append(got[~pool], got[pool].sum())
+    expected = np.append(expected[~pool], expected[pool].sum())
+    chi2 = np.sum((observed - expected) ** 2 / np.maximum(expected, 1e-9))
+    freedom = len(observed) - 1
+    assert chi2 < freedom + 5 * np.sqrt(2 * freedom) + 10, (chi2, freedom)
+
+
+def test_invalid_lengths_under_jit_are_a_finish_reason(rng):
+    target, drafter = random_pair(rng)
+    tokens = rng.integers(0, target.vocab_size, (3, 5)).astype(np.int32)
+    config = DecodeConfig(max_new_tokens=8)
+    result = decode(target, drafter, tokens, np.array([0, 3, 6], np.int32), config=config)
+    assert np.asarray(result.finish_reason).tolist() == [
+        FinishReason.INVALID,
+        FinishReason.LENGTH,
+        FinishReason.INVALID,
+    ]
+    want = follow(np.asarray(target.table), tokens[1, :3], 8)[0]
+    assert np.asarray(result.tokens[1, :11]).tolist() == want
+    assert np.asarray(result.lengths).tolist() == [0, 11, 0]
+
+
+def test_loop_has_no_cache_copy_and_shows_the_primitives(rng):
+    target, drafter = random_pair(rng)
+    tokens, lengths = _prompts(rng, 2, 8, target.vocab_size)
+    config = DecodeConfig(max_new_tokens=40)
+    state = jax.eval_shape(
+        lambda: ddtree_decode(
+            target, drafter, jnp.asarray(tokens), jnp.asarray(lengths), config=config
+        )
+    ).state
+    lowered = jax.jit(ddtree_decode, static_argnames="config", donate_argnames="state").lower(
+        target, drafter, tokens, lengths, config=config, state=state
+    )
+    shape = ",".join(map(str, state.cache.shape))
+    copies = [
+        line
+        for line in lowered.compile().as_text().splitlines()
+        if f"[{shape}]" in line and " copy(" in line
+    ]
+    assert not copies
+    jaxpr = jax.make_jaxpr(lambda t, n: ddtree_decode(target, drafter, t, n, config=config))(
+        jnp.asarray(tokens), jnp.asarray(lengths)
+    )
+    # The prefill is a while loop too; the decode loop is the one that drafts.
+    loops = [
+        {inner.primitive.name for inner in eqn.params["body_jaxpr"].eqns}
+        for eqn in jaxpr.eqns
+        if eqn.primitive.name == "while"
+    ]
+    wanted = {"draft_topk", "tree_build", "append_latents", "tree_accept", "commit_path"}
+    assert any(wanted <= names for names in loops), loops
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        (dict(mode="beam"), "mode"),
+        (dict(budget=-1), "budget"),
+        (dict(budget=257), "budget"),
+        (dict(budget=1.5), "budget"),
+        (dict(max_new_tokens=-1), "max_new_tokens"),
+        (dict(temperature=-0.1), "temperature"),
+        (dict(temperature=float("nan")), "temperature"),
+        (dict(top_p=0.0), "top_p"),
+        (dict(top_p=1.5), "top_p"),
+        (dict(top_k=-2), "top_k"),
+        (dict(prefill_chunk=0), "prefill_chunk"),
+        (dict(prefill_chunk=257), "prefill_chunk"),
+        (dict(stop_tokens=("a",)), "stop_tokens"),
+    ],
+)
+def test_config_refuses(options, message):
+    with pytest.raises(ValueError, match=message):
+        DecodeConfig(**options)
+
+
+def test_arguments_are_checked(rng):
+    target, drafter = random_pair(rng)
+    tokens, lengths = _prompts(rng, 2, 5, target.vocab_size)
+    config = DecodeConfig(max_new_tokens=4)
+    with pytest.raises(ValueError, match="drafter"):
+        ddtree_decode(target, None, tokens, lengths, config=config)
+    with pytest.raises(TypeError, match="int32"):
+        ddtree_decode(target, drafter, tokens.astype(np.float32), lengths, config=config)
+    with pytest.raises(ValueError, match="2 axes"):
+        ddtree_decode(target, drafter, tokens[0], lengths, config=config)
+    with pytest.raises(ValueError, match="shape"):
+        ddtree_decode(target, drafter, tokens, lengths[:1], config=config)
+    with pytest.raises(ValueError, match="empty"):
+        ddtree_decode(target, drafter, tokens, np.array([0, 2], np.int32), config=config)
+    with pytest.raises(ValueError, match="columns"):
+        ddtree_decode(target, drafter, tokens, np.array([2, 6], np.int32), config=config)
+    with pytest.raises(ValueError, match="outside the vocabulary"):
+        ddtree_decode(target, drafter, tokens + 23, lengths, config=config)
+    with pytest.raises(ValueError, match="stop_tokens"):
+        ddtree_decode(target, drafter, tokens, lengths, config=DecodeConfig(stop_tokens=(23,)))
+    with pytest.raises(TypeError, match="DecodeConfig"):
+        ddtree_decode(target, drafter, tokens, lengths, config={"budget": 3})
+    state = decode(target, drafter, tokens, lengths, config=config).state
+    with pytest.raises(ValueError, match="rows"):
+        ddtree_decode(
+            target,
+            drafter,
+            tokens,
+            lengths,
+            state=state,
+            config=DecodeConfig(max_new_tokens=4, budget=99),
+        )
+    with pytest.raises(ValueError, match="state.tokens"):
+        ddtree_decode(
+            target, drafter, tokens, lengths, state=state, config=DecodeConfig(max_new_tokens=5)
+        )

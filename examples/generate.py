@@ -200,10 +200,11 @@ class _Printer:
             self._show()
 
     def finish(self):
-        for self._current in range(self._current, len(self._held)):
+        while self._current < len(self._held):
             self._held[self._current] += self._decoders[self._current].finish()
             self._show()
             print("\n")
+            self._current += 1
 
     def _show(self):
         print(self._held[self._current], end="", flush=True)

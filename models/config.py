@@ -113,7 +113,6 @@ class KimiK26Config:
       latent_norm_eps: epsilon of the norms on the query's and the keys' latents. The published
         models build them without the config's epsilon, hence 1e-6.
       experts: "int4" when the routed experts are stored packed, else "float".
-      dtype: dtype of the checkpoint's other tensors, "bfloat16" or "float32".
     """
 
     vocab_size: int
@@ -144,7 +143,6 @@ class KimiK26Config:
     initializer_range: float = 0.02
     eos_token_ids: tuple[int, ...] = ()
     experts: str = "float"
-    dtype: str = "bfloat16"
 
     def __post_init__(self):
         for name, served in (("kv_lora_rank", LATENT_DIM), ("qk_rope_head_dim", ROPE_DIM)):
@@ -205,7 +203,6 @@ class KimiK26Config:
                 initializer_range=float(text.get("initializer_range", 0.02)),
                 eos_token_ids=_ids(text.get("eos_token_id", outer.get("eos_token_id"))),
                 experts="float" if quantization is None else _int4(quantization, where),
-                dtype=_dtype(text, outer),
             )
         except TypeError as error:
             raise ValueError(f"{text.where}: a value has the wrong type ({error})") from error
@@ -257,16 +254,6 @@ def _int4(quantization: Any, where: str) -> str:
     return "int4"
 
 
-def _dtype(*sections: _Section) -> str:
-    for section in sections:
-        name = section.get("dtype", section.get("torch_dtype"))
-        if name is not None:
-            section.only("dtype", "bfloat16", "float32")
-            section.only("torch_dtype", "bfloat16", "float32")
-            return name
-    return "bfloat16"
-
-
 @dataclasses.dataclass(frozen=True)
 class DraftLayer:
     """How one drafter layer sees the block: `causal`, and a `window` of positions (None: all)."""
@@ -287,7 +274,6 @@ class DFlashConfig:
     Attributes beyond those names:
       taps: 0-based target layers whose outputs feed the drafter, in the order of `fc`'s columns.
       layers: one `DraftLayer` for each decoder layer.
-      dtype: dtype of the checkpoint, or None when the config does not say.
     """
 
     vocab_size: int
@@ -309,7 +295,6 @@ class DFlashConfig:
     output_multiplier: float = 1.0
     final_logit_softcapping: float | None = None
     initializer_range: float = 0.02
-    dtype: str | None = None
 
     def __post_init__(self):
         if self.block_size < 2:
@@ -373,7 +358,6 @@ class DFlashConfig:
                 output_multiplier=float(both.get("output_multiplier", 1.0)),
                 final_logit_softcapping=None if softcap is None else float(softcap),
                 initializer_range=float(both.get("initializer_range", 0.02)),
-                dtype=both.get("dtype", both.get("torch_dtype")),
             )
         except TypeError as error:
             raise ValueError(f"{where}: a value has the wrong type ({error})") from error

@@ -80,7 +80,8 @@ class DraftAttention(nnx.Module):
         return self.o_proj(mixed.reshape(batch, length, -1))
 
     def _heads(self, x: jax.Array) -> jax.Array:
-        return x.reshape(*x.shape[:2], -1, self.config.head_dim)
+        heads = x.shape[-1] // self.config.head_dim
+        return x.reshape(*x.shape[:2], heads, self.config.head_dim)
 
 
 class DraftDecoderLayer(nnx.Module):

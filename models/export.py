@@ -139,7 +139,7 @@ def _stored(path: tuple, value: jax.Array) -> jax.Array:
 
 
 def _target_config(config: KimiK26Config) -> dict[str, Any]:
-    own = ("rope", "eos_token_ids", "experts", "dtype")
+    own = ("rope", "eos_token_ids", "experts")
     values = {name: value for name, value in vars(config).items() if name not in own}
     eos = config.eos_token_ids
     return {
@@ -161,7 +161,7 @@ def _target_config(config: KimiK26Config) -> dict[str, Any]:
 
 
 def _drafter_config(config: DFlashConfig) -> dict[str, Any]:
-    own = ("rope", "taps", "layers", "mask_token_id", "dtype")
+    own = ("rope", "taps", "layers", "mask_token_id")
     values = {name: value for name, value in vars(config).items() if name not in own}
     causal = {layer.causal for layer in config.layers}
     windows = {layer.window for layer in config.layers} - {None}

@@ -6,6 +6,8 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from ddtree_jax.experts import expert_mlp as packed_expert_mlp
+
 from . import quantization
 from .config import KimiK26Config
 from .layers import MLP, normal
@@ -103,11 +105,21 @@ def expert_mlp(x: jax.Array, ids: jax.Array, weights: jax.Array, experts: Expert
       x: [T, D].
       ids: i32[T, k]; -1 contributes nothing.
       weights: f32[T, k].
-      experts: the weights.
+      experts: the weights; packed ones go to the kernel of `ddtree_jax.expert_mlp`.
 
     Returns:
       [T, D] in x's dtype; the sum over experts is float32.
     """
+    if experts.packed:
+        return packed_expert_mlp(
+            x,
+            ids,
+            weights,
+            experts.gate_up_packed[...],
+            experts.gate_up_scale[...],
+            experts.down_packed[...],
+            experts.down_scale[...],
+        )
     share = _share(ids, weights, experts.count)
 
     def add(total, expert):

@@ -1,0 +1,121 @@
+"""What config.json may say, in the spellings that exist, and what is refused."""
+
+import json
+
+import pytest
+from tiny_models import DRAFTER, TARGET, YARN
+
+from ddtree_jax.models import DFlashConfig, KimiK26Config
+from ddtree_jax.models.config import DraftLayer
+
+QUANTIZATION = {
+    "quant_method": "compressed-tensors",
+    "format": "pack-quantized",
+    "config_groups": {
+        "group_0": {
+            "weights": {
+                "num_bits": 4,
+                "type": "int",
+                "symmetric": True,
+                "strategy": "group",
+                "group_size": 32,
+            }
+        }
+    },
+}
+
+
+def test_wrapper_and_flat_say_the_same(tmp_path):
+    flat = KimiK26Config.from_json(TARGET)
+    wrapped = {"model_type": "kimi_k25", "eos_token_id": 9, "text_config": TARGET}
+    (tmp_path / "config.json").write_text(json.dumps(wrapped))
+    assert KimiK26Config.from_json(tmp_path) == flat
+    assert KimiK26Config.from_json(tmp_path / "config.json") == flat
+    assert flat.eos_token_ids == (3,) and flat.experts == "float"
+
+
+def test_rope_spellings_say_the_same():
+    old = KimiK26Config.from_json(TARGET)
+    new = {k: v for k, v in TARGET.items() if k not in ("rope_theta", "rope_scaling")}
+    scaling = {k: v for k, v in YARN.items() if k != "type"}
+    new["rope_parameters"] = {**scaling, "rope_type": "yarn", "rope_theta": 10000.0}
+    assert KimiK26Config.from_json(new) == old
+    plain = KimiK26Config.from_json({**TARGET, "rope_scaling": None})
+    assert plain.rope.factor is None and plain.softmax_scale == 80**-0.5
+
+
+def test_quantized_experts():
+    quantized = {**TARGET, "quantization_config": QUANTIZATION}
+    assert KimiK26Config.from_json(quantized).experts == "int4"
+    with pytest.raises(ValueError, match="pack-quantized int4"):
+        KimiK26Config.from_json({**TARGET, "quantization_config": {"quant_method": "fp8"}})
+
+
+@pytest.mark.parametrize("key", ["hidden_size", "q_lora_rank", "rms_norm_eps", "rope_theta"])
+def test_a_missing_key_is_named_with_its_file(tmp_path, key):
+    values = {k: v for k, v in TARGET.items() if k != key}
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(values))
+    with pytest.raises(ValueError) as error:
+        KimiK26Config.from_json(path)
+    assert f"'{key}' is missing" in str(error.value) and str(path) in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        ({"kv_lora_rank": 256}, "kv_lora_rank must be 512"),
+        ({"qk_rope_head_dim": 32}, "qk_rope_head_dim must be 64"),
+        ({"model_type": "llama"}, "model_type is 'llama'"),
+        ({"scoring_func": "softmax"}, "scoring_func"),
+        ({"hidden_size": "wide"}, "hidden_size|wide"),
+        ({"hidden_size": None}, "wrong type"),
+        ({"n_group": 4}, "multiple of n_group"),
+        ({"num_experts_per_tok": 7}, r"1 \.\. 6, not 7"),
+        ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope type 'linear'"),
+        ({"rope_scaling": {"type": "yarn"}}, "'factor' is missing"),
+    ],
+)
+def test_what_the_target_does_not_compute_is_refused(changes, message):
+    with pytest.raises(ValueError, match=message):
+        KimiK26Config.from_json({**TARGET, **changes})
+
+
+def test_files_that_are_no_config(tmp_path):
+    with pytest.raises(FileNotFoundError, match="config.json"):
+        KimiK26Config.from_json(tmp_path)
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(ValueError, match="not valid JSON"):
+        KimiK26Config.from_json(tmp_path)
+
+
+def test_drafter():
+    config = DFlashConfig.from_json(DRAFTER)
+    assert config.taps == (2, 0) and config.mask_token_id == 49
+    assert config.layers == (DraftLayer(),) * 2
+    nested = {**DRAFTER["dflash_config"], "block_size": 7}
+    assert DFlashConfig.from_json({**DRAFTER, "dflash_config": nested}).block_size == 7
+
+
+def test_default_taps_are_those_of_the_published_drafter():
+    values = {**DRAFTER, "num_target_layers": 61, "num_hidden_layers": 6}
+    values["dflash_config"] = {"mask_token_id": 49}
+    assert DFlashConfig.from_json(values).taps == (1, 12, 24, 35, 47, 58)
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        ({"block_size": 1}, "at least 2"),
+        ({"num_target_layers": 2}, "target layer 2 lies outside the target's 2 layers"),
+        ({"dflash_config": {"mask_token_id": 50}}, "outside the vocabulary 50"),
+        ({"dflash_config": {}}, "'mask_token_id' is missing"),
+        ({"num_key_value_heads": 3}, "multiple of"),
+        ({"layer_types": ["full_attention"]}, "names 1 layers"),
+        ({"layer_types": ["odd"] * 2}, "unknown layer type 'odd'"),
+        ({"architectures": ["DFlash2DraftModel"]}, "DFlash2DraftModel"),
+    ],
+)
+def test_what_the_drafter_does_not_compute_is_refused(changes, message):
+    with pytest.raises(ValueError, match=message):
+        DFlashConfig.from_json({**DRAFTER, **changes})

@@ -1,0 +1,149 @@
+"""The target's cached passes against its own plain one, which transformers_test checks from outside."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from tiny_models import positions_of, random_target
+
+import ddtree_jax
+
+
+def _random_tree(rng, batch, nodes, depth, k, vocab):
+    logits = jnp.asarray(rng.normal(0, 2, (batch, depth, vocab)), jnp.float32)
+    log_probs, ids = ddtree_jax.draft_topk(logits, k)
+    roots = jnp.asarray(rng.integers(0, vocab, batch), jnp.int32)
+    budgets = jnp.asarray(rng.integers(1, nodes, batch), jnp.int32)
+    return ddtree_jax.tree_build(log_probs, ids, roots, budget=nodes - 1, budgets=budgets)
+
+
+def _prefill(target, tokens, lengths, rows, chunk):
+    """Runs right-padded prompts through `verify` in chunks; hidden rows and the filled cache."""
+    batch, width = tokens.shape
+    cache = target.init_cache(batch, rows)
+    hidden = []
+    verify = jax.jit(target.verify)
+    for start in range(0, width, chunk):
+        here = jnp.clip(jnp.asarray(lengths) - start, 0, chunk).astype(jnp.int32)
+        part = jnp.asarray(tokens[:, start : start + chunk], jnp.int32)
+        tree = ddtree_jax.chain_tree(part, jnp.minimum(here, part.shape[1]))
+        rows_of_part, _, cache = verify(tree, cache, jnp.full((batch,), start, jnp.int32))
+        hidden.append(rows_of_part)
+    return jnp.concatenate(hidden, axis=1), cache
+
+
+@pytest.mark.parametrize("chunk", [4, 32])
+def test_chunked_prefill_equals_forward(rng, chunk):
+    target = random_target(rng)
+    tokens = rng.integers(0, target.vocab_size, (3, 23))
+    lengths = np.array([23, 1, int(rng.integers(2, 23))])
+    hidden, _ = _prefill(target, tokens, lengths, 60, chunk)
+    want, _ = jax.jit(target.forward)(jnp.asarray(tokens), positions_of(tokens))
+    for b, length in enumerate(lengths):
+        np.testing.assert_allclose(hidden[b, :length], want[b, :length], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("experts", ["float", "int4"])
+@pytest.mark.parametrize("changes", [{}, {"q_lora_rank": None, "n_shared_experts": 0}])
+def test_node_logits_equal_the_ancestor_path_alone(rng, experts, changes):
+    target = random_target(rng, experts=experts, **changes)
+    batch, nodes = 2, 14
+    prompt = rng.integers(0, target.vocab_size, (batch, 11))
+    lengths = np.array([11, int(rng.integers(1, 11))], np.int32)
+    _, cache = _prefill(target, prompt, lengths, 40, 11)
+    tree = _random_tree(rng, batch, nodes, 4, 5, target.vocab_size)
+    taps = (2, 0)
+    hidden, features, _ = jax.jit(target.verify, static_argnames="taps")(
+        tree, cache, jnp.asarray(lengths), taps=taps
+    )
+    logits = np.asarray(target.head(hidden))
+    forward = jax.jit(target.forward, static_argnames="taps")
+    tokens, parents = np.asarray(tree.tokens), np.asarray(tree.parents)
+    compared = 0
+    for b in range(batch):
+        for node in range(int(tree.num_nodes[b])):
+            path = []
+            at = node
+            while at >= 0:
+                path.append(tokens[b, at])
+                at = parents[b, at]
+            context = list(prompt[b, : lengths[b]]) + path[::-1]
+            row = len(context) - 1
+            padded = np.zeros((1, 11 + 5), np.int32)
+            padded[0, : len(context)] = context
+            alone, tapped = forward(jnp.asarray(padded), positions_of(padded), taps=taps)
+            want = np.asarray(target.head(alone[0, row]))
+            np.testing.assert_allclose(logits[b, node], want, rtol=1e-3, atol=2e-4)
+            np.testing.assert_allclose(features[b, node], tapped[0, row], rtol=1e-3, atol=5e-4)
+            compared += 1
+    assert compared >= 4
+
+
+def test_hiding_an_ancestor_changes_exactly_the_nodes_below_it(rng):
+    target = random_target(rng)
+    tokens = jnp.asarray(rng.integers(0, target.vocab_size, (1, 6)), jnp.int32)
+    tree = ddtree_jax.chain_tree(tokens, jnp.array([6], jnp.int32))
+    cache = target.init_cache(1, 12)
+    lengths = jnp.array([0], jnp.int32)
+    verify = jax.jit(target.verify)
+    hidden, _, _ = verify(tree, cache, lengths)
+    # Nodes 4 and 5 no longer see node 2.
+    mask = np.asarray(tree.ancestors).copy()
+    mask[0, 4:, 0] &= ~np.uint32(1 << 2)
+    hidden_after, _, _ = verify(
+        dataclasses.replace(tree, ancestors=jnp.asarray(mask)), cache, lengths
+    )
+    np.testing.assert_array_equal(hidden_after[0, :4], hidden[0, :4])
+    assert np.all(np.max(np.abs(np.asarray(hidden_after - hidden))[0, 4:], axis=-1) > 1e-3)
+
+
+def test_pad_rows_reach_no_expert_and_poison_nothing(rng):
+    target = random_target(rng)
+    tokens = rng.integers(0, target.vocab_size, (1, 8)).astype(np.int32)
+    other = tokens.copy()
+    other[0, 3:] = -1
+    count = jnp.array([3], jnp.int32)
+    cache, lengths = target.init_cache(1, 16), jnp.array([0], jnp.int32)
+    verify = jax.jit(target.verify)
+    one, _, _ = verify(ddtree_jax.chain_tree(jnp.asarray(tokens), count), cache, lengths)
+    two, _, _ = verify(ddtree_jax.chain_tree(jnp.asarray(other), count), cache, lengths)
+    np.testing.assert_array_equal(one[0, :3], two[0, :3])
+    assert np.all(np.isfinite(two))
+
+
+def test_bfloat16_follows_float32(rng):
+    target = random_target(rng)
+    half = jax.tree.map(
+        lambda p: p.astype(jnp.bfloat16) if p.dtype == jnp.float32 and p.ndim > 1 else p, target
+    )
+    tokens = jnp.asarray(rng.integers(0, target.vocab_size, (2, 17)))
+    want = np.asarray(jax.jit(lambda m: m(tokens, positions_of(tokens)))(target))
+    got = jax.jit(lambda m: m(tokens, positions_of(tokens)))(half)
+    assert got.dtype == jnp.float32
+    # Routing may flip for a token near a tie, hence the correlation and not every element.
+    assert np.corrcoef(want.ravel(), np.asarray(got).ravel())[0, 1] > 0.99
+
+
+def test_gradients_are_finite_and_reach_every_parameter(rng):
+    target = random_target(rng)
+    tokens = jnp.asarray(rng.integers(0, target.vocab_size, (8, 16)))
+
+    @jax.jit
+    def loss(target):
+        log_probs = jax.nn.log_softmax(target(tokens[:, :-1], positions_of(tokens[:, :-1])))
+        return -jnp.mean(jnp.take_along_axis(log_probs, tokens[:, 1:, None], axis=-1))
+
+    for path, gradient in jax.tree_util.tree_leaves_with_path(jax.grad(loss)(target)):
+        name = jax.tree_util.keystr(path)
+        assert np.all(np.isfinite(gradient)), name
+        # The bias chooses experts; no gradient passes through a choice.
+        assert np.any(gradient != 0) != ("e_score_correction_bias" in name), name
+
+
+def test_taps_outside_the_target_are_refused(rng):
+    target = random_target(rng)
+    tokens = jnp.zeros((1, 2), jnp.int32)
+    with pytest.raises(ValueError, match="layer 3 lies outside the target's 3 layers"):
+        target.forward(tokens, positions_of(tokens), taps=(3,))

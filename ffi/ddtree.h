@@ -149,6 +149,23 @@ typedef struct {
 int ddtree_commit_path_cpu(const ddtree_commit_path_args* args, int64_t task, int64_t tasks);
 int ddtree_commit_path_cuda(const ddtree_commit_path_args* args, void* stream);
 
+// out[t] = sum over j of expert_weights[t, j] * E_ids[t, j](x[t]), E(x) = down(silu(gate x) * up x), of routed experts
+// whose weights are packed int4: word i of a row holds inputs 8i .. 8i + 7, the first in the lowest nibble, as q + 8,
+// and q stands for q * scale of its group of 32 inputs. Only experts that some token chose are read.
+typedef struct {
+  const void* x;                  // [T, D] of `dtype`
+  const int32_t* expert_ids;      // [T, k], one outside 0 .. E - 1 contributes nothing
+  const float* expert_weights;    // [T, k]
+  const int32_t* gate_up;         // [E, 2 I, D / 8], gate rows before up rows
+  const uint16_t* gate_up_scale;  // [E, 2 I, D / 32] bf16
+  const int32_t* down;            // [E, D, I / 8]
+  const uint16_t* down_scale;     // [E, D, I / 32] bf16
+  void* out;                      // [T, D] of `dtype`
+  int64_t tokens, top_k, experts, hidden, inner;  // T, k, E, D, I; D and I multiples of 32
+  int32_t dtype;
+} ddtree_expert_mlp_args;
+int ddtree_expert_mlp_cpu(const ddtree_expert_mlp_args* args, int64_t task, int64_t tasks);
+
 #ifdef __cplusplus
 }  // extern "C"
 #endif

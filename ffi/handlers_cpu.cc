@@ -1,6 +1,6 @@
 // XLA FFI handlers of the CPU kernels.
 //
-// The two heavy kernels share their work out over XLA's thread pool and return a future; the pool is never waited for,
+// The heavy kernels share their work out over XLA's thread pool and return a future; the pool is never waited for,
 // since a handler may be running on it. Small work, and the other kernels, run where they are called.
 #include <algorithm>
 #include <cstdint>
@@ -80,6 +80,15 @@ ffi::Error CommitPath(Any cache, Any nodes, Any num_emitted, Any lengths, Out ou
   return error.failure() ? error : Status(ddtree_commit_path_cpu(&args, 0, 1));
 }
 
+ffi::Future ExpertMlp(ffi::ThreadPool pool, Any x, Any ids, Any weights, Any gate_up, Any gate_up_scale, Any down,
+                      Any down_scale, Out out) {
+  ddtree_expert_mlp_args args{};
+  ffi::Error error = ExpertMlpArgs(x, ids, weights, gate_up, gate_up_scale, down, down_scale, out, &args);
+  if (error.failure()) return Failed(error);
+  const double pairs = static_cast<double>(args.tokens * args.top_k);
+  return Spread(pool, args, ddtree_expert_mlp_cpu, 3.0 * pairs * args.hidden * args.inner, args.tokens);
+}
+
 }  // namespace
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(DraftTopkCpu, DraftTopk,
@@ -98,5 +107,8 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(TreeAcceptCpu, TreeAccept,
                                   .Arg<Any>().Ret<Any>().Ret<Any>().Ret<Any>().Ret<Any>());
 XLA_FFI_DEFINE_HANDLER_SYMBOL(CommitPathCpu, CommitPath,
                               ffi::Ffi::Bind().Arg<Any>().Arg<Any>().Arg<Any>().Arg<Any>().Ret<Any>());
+XLA_FFI_DEFINE_HANDLER_SYMBOL(ExpertMlpCpu, ExpertMlp,
+                              ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().Arg<Any>().Arg<Any>().Arg<Any>().Arg<Any>()
+                                  .Arg<Any>().Arg<Any>().Arg<Any>().Ret<Any>());
 
 }  // namespace ddtree

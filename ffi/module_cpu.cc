@@ -6,7 +6,8 @@ namespace nb = nanobind;
 
 #define DDTREE_HANDLERS(X)                                                                            \
   X(ddtree_draft_topk, DraftTopkCpu) X(ddtree_tree_build, TreeBuildCpu) X(ddtree_verify_attn, VerifyAttnCpu) \
-  X(ddtree_append_latents, AppendLatentsCpu) X(ddtree_tree_accept, TreeAcceptCpu) X(ddtree_commit_path, CommitPathCpu)
+  X(ddtree_append_latents, AppendLatentsCpu) X(ddtree_tree_accept, TreeAcceptCpu) X(ddtree_commit_path, CommitPathCpu) \
+  X(ddtree_expert_mlp, ExpertMlpCpu)
 
 namespace ddtree {
 #define DDTREE_DECLARE(target, handler) extern "C" XLA_FFI_Error* handler(XLA_FFI_CallFrame*);

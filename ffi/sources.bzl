@@ -7,6 +7,7 @@ CPU_SRCS = [
     "cpu/append_latents.cc",
     "cpu/commit_path.cc",
     "cpu/draft_topk.cc",
+    "cpu/expert_mlp.cc",
     "cpu/tree_accept.cc",
     "cpu/tree_build.cc",
     "cpu/verify_attn.cc",

@@ -1,0 +1,98 @@
+"""Routed experts with packed int4 weights, as Kimi K2.6's checkpoint holds them."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jax.interpreters import mlir
+
+from ddtree_jax import _checks
+from ddtree_jax._primitive import kernel_primitive, result_like
+
+GROUP = 32  # inputs that share a scale
+PER_WORD = 8  # weights in a word
+
+
+def expert_mlp(
+    x, expert_ids, expert_weights, gate_up, gate_up_scale, down, down_scale
+) -> jax.Array:
+    """sum_j expert_weights[t, j] * E(x[t]) with E = expert_ids[t, j] and E(x) = down(silu(gate x) * up x).
+
+    T tokens, D model numbers, k experts a token, E experts, I inner numbers. A word of packed weights holds
+    eight inputs, the first in the lowest nibble, as q + 8; q stands for q * scale of its 32 inputs
+    (compressed-tensors, `pack-quantized`). Only experts that some token chose are read. On a CPU this is a
+    kernel; elsewhere it is plain JAX, a scan over the experts.
+
+    Args:
+      x: float32 or bfloat16 [T, D].
+      expert_ids: i32[T, k]; an id outside 0 .. E - 1 contributes nothing.
+      expert_weights: f32[T, k].
+      gate_up: i32[E, 2I, D / 8], gate rows before up rows.
+      gate_up_scale: bf16[E, 2I, D / 32].
+      down: i32[E, D, I / 8].
+      down_scale: bf16[E, D, I / 32].
+
+    Returns:
+      [T, D] in x's dtype, summed in float32.
+
+    Raises:
+      TypeError, ValueError: another dtype or shape; D or I no multiple of 32.
+    """
+    x = _checks.array("x", x, ("T", "D"), (jnp.float32, jnp.bfloat16))
+    tokens, hidden = x.shape
+    expert_ids = _checks.array("expert_ids", expert_ids, (tokens, "k"), jnp.int32)
+    expert_weights = _checks.array("expert_weights", expert_weights, expert_ids.shape, jnp.float32)
+    down = _checks.array("down", down, ("E", hidden, "I / 8"), jnp.int32)
+    experts, inner = down.shape[0], down.shape[2] * PER_WORD
+    if hidden % GROUP or inner % GROUP:
+        raise ValueError(f"D and I must be multiples of {GROUP}, not {hidden} and {inner}")
+    shape = (experts, 2 * inner, hidden // PER_WORD)
+    gate_up = _checks.array("gate_up", gate_up, shape, jnp.int32)
+    shape = (experts, 2 * inner, hidden // GROUP)
+    gate_up_scale = _checks.array("gate_up_scale", gate_up_scale, shape, jnp.bfloat16)
+    shape = (experts, hidden, inner // GROUP)
+    down_scale = _checks.array("down_scale", down_scale, shape, jnp.bfloat16)
+    return _expert_mlp.bind(
+        x, expert_ids, expert_weights, gate_up, gate_up_scale, down, down_scale
+    )[0]
+
+
+def _scan_over_experts(x, expert_ids, expert_weights, gate_up, gate_up_scale, down, down_scale):
+    """The same in plain JAX; an expert that no token chose is neither unpacked nor multiplied."""
+
+    def add(total, expert):
+        index, *packed = expert
+
+        def apply(total):
+            rows, columns = _unpack(*packed[:2], x.dtype), _unpack(*packed[2:], x.dtype)
+            gate, up = jnp.split(x @ rows.T, 2, axis=-1)
+            inner = jax.nn.silu(gate) * up
+            out = jnp.dot(inner, columns.T, preferred_element_type=jnp.float32)
+            share = jnp.sum(jnp.where(expert_ids == index, expert_weights, 0.0), axis=-1)
+            return total + share[:, None] * out
+
+        chosen = jnp.any(expert_ids == index)
+        return jax.lax.cond(chosen, apply, lambda total: total, total), None
+
+    start = jnp.zeros_like(x, jnp.float32)
+    indices = jnp.arange(down.shape[0], dtype=jnp.int32)
+    total, _ = jax.lax.scan(add, start, (indices, gate_up, gate_up_scale, down, down_scale))
+    return [total.astype(x.dtype)]
+
+
+def _unpack(words, scales, dtype):
+    """Words [rows, inputs / 8] and scales [rows, inputs / 32] to weights [rows, inputs]."""
+    nibbles = (words[..., None] >> (4 * jnp.arange(PER_WORD, dtype=jnp.int32))) & 15
+    values = (nibbles - 8).astype(dtype).reshape(*scales.shape, GROUP)
+    return (values * scales[..., None].astype(dtype)).reshape(words.shape[0], -1)
+
+
+_expert_mlp = kernel_primitive(
+    "expert_mlp",
+    lambda x, *_: [result_like(x, x.shape, x.dtype)],
+    batch_axes=(0, 0, 0, None, None, None, None),
+    result_batch_axes=(0,),
+)
+mlir.register_lowering(
+    _expert_mlp, mlir.lower_fun(_scan_over_experts, multiple_results=True), platform="cuda"
+)

@@ -60,12 +60,12 @@ class DraftAttention(nnx.Module):
         group = config.num_attention_heads // config.num_key_value_heads
         query = self.q_norm(self._heads(self.q_proj(x)))
         query = rope.rotate_halves(query, cos[:, :, None], sin[:, :, None])
-        query = query.reshape(batch, length, config.num_key_value_heads, group, config.head_dim)
+        query = query.reshape(batch, length, -1, group, config.head_dim).transpose(0, 2, 3, 1, 4)
         parts = (context, self.keys_values(x, cos, sin))
         # Scores, not keys, are joined: the context's arrays are read where they lie.
         scores = jnp.concatenate(
             [
-                jnp.einsum("btkgd,bksd->bkgts", query, keys, preferred_element_type=jnp.float32)
+                jnp.einsum("bkgtd,bksd->bkgts", query, keys, preferred_element_type=jnp.float32)
                 for keys, _ in parts
             ],
             axis=-1,
@@ -74,10 +74,10 @@ class DraftAttention(nnx.Module):
         weights = jax.nn.softmax(scores).astype(x.dtype)
         split = jnp.split(weights, [context[0].shape[2]], axis=-1)
         mixed = sum(
-            jnp.einsum("bkgts,bksd->btkgd", weight, values)
+            jnp.einsum("bkgts,bksd->bkgtd", weight, values)
             for weight, (_, values) in zip(split, parts, strict=True)
         )
-        return self.o_proj(mixed.reshape(batch, length, -1))
+        return self.o_proj(mixed.transpose(0, 3, 1, 2, 4).reshape(batch, length, -1))
 
     def _heads(self, x: jax.Array) -> jax.Array:
         heads = x.shape[-1] // self.config.head_dim

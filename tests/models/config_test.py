@@ -3,26 +3,10 @@
 import json
 
 import pytest
-from tiny_models import DRAFTER, TARGET, YARN
+from tiny_models import DRAFTER, QUANTIZATION, TARGET, YARN
 
 from ddtree_jax.models import DFlashConfig, KimiK26Config
 from ddtree_jax.models.config import DraftLayer
-
-QUANTIZATION = {
-    "quant_method": "compressed-tensors",
-    "format": "pack-quantized",
-    "config_groups": {
-        "group_0": {
-            "weights": {
-                "num_bits": 4,
-                "type": "int",
-                "symmetric": True,
-                "strategy": "group",
-                "group_size": 32,
-            }
-        }
-    },
-}
 
 
 def test_wrapper_and_flat_say_the_same(tmp_path):

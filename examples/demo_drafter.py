@@ -14,6 +14,7 @@ from flax import nnx
 from ddtree_jax.models import DFlashConfig, DFlashDrafter
 from demo_target import learning_rate, optimizer, token_losses
 
+_WEIGHT_DECAY = 0.1
 _GAMMA = (
     4.0  # slot k weighs exp(-(k - 1) / gamma): a late slot counts only when all before it are right
 )
@@ -101,7 +102,7 @@ def _train_steps(
         starts = jax.random.randint(places, (batch, anchors), first_anchor, last + 1)
         tokens = sequences[rows].astype(jnp.int32)
         (loss, accepted), grads = jax.value_and_grad(loss_of, has_aux=True)(params, tokens, starts)
-        updates, moments = optimizer().update(grads, moments, params)
+        updates, moments = optimizer(_WEIGHT_DECAY).update(grads, moments, params)
         params = jax.tree.map(lambda value, update: value - rate * update, params, updates)
         return (params, moments), (loss, accepted)
 
@@ -140,7 +141,7 @@ def train(
     """
     drafter = DFlashDrafter(config, dtype=jnp.float32, rngs=nnx.Rngs(seed))
     graphdef, params = nnx.split(drafter)
-    moments = optimizer().init(params)
+    moments = optimizer(_WEIGHT_DECAY).init(params)
     key = jax.random.key(seed)
     data = [(max(prompt - 1, 1), jnp.asarray(sequences)) for prompt, sequences in generated]
     start, step, elapsed, turn = time.monotonic(), 0, 0.0, 0

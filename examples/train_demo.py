@@ -21,7 +21,7 @@ import demo_corpus
 import demo_model
 
 _STAGES = ("tokenizer", "data", "target", "generate", "drafter", "export")
-_STAGE = flags.DEFINE_enum("stage", "all", [*_STAGES, "all"], "What to run.")
+_STAGE = flags.DEFINE_list("stage", ["all"], "Stages to run, or all of them.")
 _WORKDIR = flags.DEFINE_string("workdir", "demo_work", "Where stages leave their results.")
 _OUTPUT = flags.DEFINE_string(
     "output", None, "Where `export` puts the checkpoint; workdir/demo by default."
@@ -64,7 +64,9 @@ def main(argv):
         "drafter": _drafter,
         "export": _export,
     }
-    for name in _STAGES if _STAGE.value == "all" else [_STAGE.value]:
+    for name in _STAGES if _STAGE.value == ["all"] else _STAGE.value:
+        if name not in stages:
+            raise app.UsageError(f"--stage={name}: expected some of {', '.join(_STAGES)}, or all")
         print(f"stage {name}", flush=True)
         stages[name](workdir, sizes)
 

@@ -1,0 +1,19 @@
+// What the launchers of the CUDA kernels share.
+#ifndef DDTREE_FFI_CUDA_LAUNCH_H_
+#define DDTREE_FFI_CUDA_LAUNCH_H_
+
+#include <cuda_runtime.h>
+#include <stdint.h>
+
+#include "ffi/ddtree.h"
+
+namespace ddtree {
+
+inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+// Whether the launches just made were accepted; needs no synchronisation.
+inline int launch_status() { return cudaGetLastError() == cudaSuccess ? DDTREE_OK : DDTREE_LAUNCH_FAILED; }
+
+}  // namespace ddtree
+
+#endif  // DDTREE_FFI_CUDA_LAUNCH_H_

@@ -1,0 +1,25 @@
+// Moving cache rows: a row is cut into the widest words that its size and address allow.
+#ifndef DDTREE_FFI_CUDA_ROWS_H_
+#define DDTREE_FFI_CUDA_ROWS_H_
+
+#include <cuda_runtime.h>
+#include <stdint.h>
+
+#include "ffi/ddtree.h"
+
+namespace ddtree {
+
+inline int64_t dtype_bytes(int32_t dtype) { return dtype == DDTREE_F32 ? 4 : dtype == DDTREE_BF16 ? 2 : 0; }
+
+// Calls `launch(word)` with a value of the widest word type for rows of `bytes` at addresses whose bits are in `address`.
+template <typename Launch>
+int with_row_word(int64_t bytes, uintptr_t address, Launch launch) {
+  const uintptr_t bits = address | static_cast<uintptr_t>(bytes);
+  if (bits % 16 == 0) return launch(uint4{});
+  if (bits % 4 == 0) return launch(uint32_t{});
+  return launch(uint16_t{});
+}
+
+}  // namespace ddtree
+
+#endif  // DDTREE_FFI_CUDA_ROWS_H_

@@ -101,10 +101,10 @@ void Row(const T* logits, int64_t vocab, int64_t k, float* log_probs, int32_t* i
     if (size == k) bar = std::max_element(pool, pool + k, Before)->logit;
   }
   std::sort(pool, pool + k, Before);
-  const double normaliser = static_cast<double>(max) + std::log(sum);
+  // float32 on purpose: logits a coarse step apart stay exactly that far apart, and paths that tie in the reference tie here.
+  const float normaliser = static_cast<float>(max + std::log(sum));
   for (int64_t j = 0; j < k; ++j) {
-    const double log_prob = static_cast<double>(pool[j].logit) - normaliser;
-    log_probs[j] = std::isfinite(normaliser) ? static_cast<float>(std::min(log_prob, 0.0)) : -INFINITY;
+    log_probs[j] = std::isfinite(normaliser) ? std::min(pool[j].logit - normaliser, 0.0f) : -INFINITY;
     ids[j] = pool[j].id;
   }
 }

@@ -1,0 +1,145 @@
+"""verify_attn against float64 attention, and what a row may and may not see."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+from primitive_checks import DTYPES, check_verify_attn, random_attention, verify_attn
+
+import ddtree_jax
+
+SCALE = 1 / np.sqrt(192)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("batch", "budget", "heads", "rows"),
+    [
+        (1, 0, 1, 1),
+        (3, 16, 4, 150),
+        (2, 7, 3, 33),
+        (1, 63, 8, 300),
+        (2, 10, 64, 90),
+        (1, 256, 3, 400),
+        (2, 31, 1, 700),
+    ],
+)
+def test_random_trees_and_ragged_lengths(rng, dtype, batch, budget, heads, rows):
+    query, cache, lengths, tree = random_attention(
+        rng, DTYPES[dtype], batch=batch, budget=budget, heads=heads, rows=rows
+    )
+    check_verify_attn(query, cache, lengths, tree, scale=SCALE, layer=1)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_empty_and_full_prefixes(rng, dtype):
+    query, cache, lengths, tree = random_attention(
+        rng, DTYPES[dtype], batch=3, budget=9, heads=4, rows=80, lengths=[0, 70, 1]
+    )
+    check_verify_attn(query, cache, lengths, tree, scale=SCALE, layer=0)
+
+
+def test_lengths_and_layers_out_of_range_are_clamped(rng):
+    query, cache, _, tree = random_attention(
+        rng, DTYPES["float32"], batch=2, budget=9, heads=2, rows=60, lengths=[0, 50]
+    )
+    cache = np.where(np.isnan(cache), np.float32(0.5), cache)
+    for layer in (-3, 9):
+        lengths = np.array([-5, 2**31 - 1], np.int32)
+        check_verify_attn(query, cache, lengths, tree, scale=SCALE, layer=layer)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_zero_query_gives_the_mean_of_what_it_sees(rng, dtype):
+    query, cache, lengths, tree = random_attention(
+        rng, DTYPES[dtype], batch=1, budget=16, heads=4, rows=100, lengths=[61]
+    )
+    got = np.asarray(verify_attn(np.zeros_like(query), cache, lengths, tree, scale=1.0, layer=0))
+    rows = cache[0, 0].astype(np.float64)
+    for i in range(17):
+        bits = [j for j in range(17) if tree.ancestors[0, i, 0] >> np.uint32(j) & 1]
+        seen = rows[[*range(61), *(61 + j for j in bits)], :512]
+        np.testing.assert_allclose(
+            got[0, i].astype(np.float64),
+            np.broadcast_to(seen.mean(axis=0), (4, 512)),
+            atol=1e-6 if dtype == "float32" else 2e-3,
+        )
+
+
+def test_large_scores_do_not_overflow(rng):
+    query, cache, lengths, tree = random_attention(
+        rng, DTYPES["float32"], batch=1, budget=12, heads=4, rows=200, lengths=[150]
+    )
+    check_verify_attn(query, cache, lengths, tree, scale=5.0, layer=0)
+
+
+def test_hiding_an_ancestor_changes_only_its_row(rng):
+    query, cache, lengths, tree = random_attention(
+        rng, DTYPES["float32"], batch=1, budget=16, heads=2, rows=64, lengths=[40]
+    )
+    before = np.asarray(verify_attn(query, cache, lengths, tree, scale=SCALE, layer=0))
+    deepest = int(np.argmax(tree.depths[0]))
+    ancestors = tree.ancestors.copy()
+    ancestors[0, deepest, 0] &= ~np.uint32(1 << int(tree.parents[0, deepest]))
+    hidden = dataclasses.replace(tree, ancestors=ancestors)
+    after = check_verify_attn(query, cache, lengths, hidden, scale=SCALE, layer=0)
+    changed = np.abs(after - before).max(axis=(0, 2, 3)) > 1e-4
+    np.testing.assert_array_equal(np.flatnonzero(changed), [deepest])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("poison", [np.nan, np.inf])
+def test_poison_stays_in_its_rows(rng, dtype, poison):
+    query, cache, lengths, tree = random_attention(
+        rng, DTYPES[dtype], batch=3, budget=40, heads=4, rows=200
+    )
+    clean = np.asarray(verify_attn(query, cache, lengths, tree, scale=SCALE, layer=0))
+    clean = clean.astype(np.float32)
+    sick = cache.copy()
+    sick[:, 1] = poison  # all of another request
+    leaf = int(tree.num_nodes[0]) - 1  # a node that no other sees
+    sick[0, 0, lengths[0] + leaf] = poison
+    sick[1] = poison  # another layer
+    got = np.asarray(verify_attn(query, sick, lengths, tree, scale=SCALE, layer=0))
+    got = got.astype(np.float32)
+    np.testing.assert_array_equal(got[0, :leaf], clean[0, :leaf])
+    assert not np.isfinite(got[0, leaf]).all()
+    np.testing.assert_array_equal(got[2], clean[2])
+
+
+def test_a_poisoned_query_stays_in_its_head(rng):
+    query, cache, lengths, tree = random_attention(
+        rng, DTYPES["float32"], batch=1, budget=16, heads=4, rows=64
+    )
+    clean = np.array(verify_attn(query, cache, lengths, tree, scale=SCALE, layer=0))
+    query[0, 3, 2, 100] = np.nan
+    got = np.array(verify_attn(query, cache, lengths, tree, scale=SCALE, layer=0))
+    assert np.isnan(got[0, 3, 2]).all()
+    got[0, 3, 2] = clean[0, 3, 2] = 0
+    np.testing.assert_array_equal(got, clean)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_chain_gives_causal_attention(rng, dtype):
+    query, cache, lengths, _ = random_attention(
+        rng, DTYPES[dtype], batch=2, budget=40, heads=2, rows=100
+    )
+    query = np.where(np.isnan(query), query.dtype.type(0.1), query)
+    tokens = rng.integers(0, 9, (2, 41), dtype=np.int32)
+    chain = ddtree_jax.chain_tree(tokens, np.array([41, 20], np.int32))
+    check_verify_attn(query, cache, lengths, chain, scale=SCALE, layer=1)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_request_does_not_depend_on_the_others(rng, dtype):
+    query, cache, lengths, tree = random_attention(
+        rng, DTYPES[dtype], batch=3, budget=20, heads=8, rows=400
+    )
+    together = np.asarray(verify_attn(query, cache, lengths, tree, scale=SCALE, layer=0))
+    for b in range(3):
+        one = slice(b, b + 1)
+        alone = ddtree_jax.DraftTree(
+            **{k: v[one] for k, v in vars(tree).items() if k != "max_depth"}, max_depth=7
+        )
+        got = verify_attn(query[one], cache[:, one], lengths[one], alone, scale=SCALE, layer=0)
+        np.testing.assert_array_equal(np.asarray(got[0]), together[b])

@@ -72,8 +72,8 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(DraftTopkCuda, DraftTopk, OnStream().Arg<Any>().Re
                               {ffi::Traits::kCmdBufferCompatible});
 XLA_FFI_DEFINE_HANDLER_SYMBOL(TreeBuildCuda, TreeBuild,
                               OnStream().Arg<Any>().Arg<Any>().Arg<Any>().Arg<Any>()
-                                  .Ret<Any>().Ret<Any>().Ret<Any>().Ret<Any>().Ret<Any>().Ret<Any>().Ret<Any>().Ret<Any>()
-                                  .Ret<Any>().Attr<bool>("keep_spine"),
+                                  .Ret<Any>().Ret<Any>().Ret<Any>().Ret<Any>().Ret<Any>().Ret<Any>().Ret<Any>()
+                                  .Ret<Any>().Ret<Any>().Attr<bool>("keep_spine"),
                               {ffi::Traits::kCmdBufferCompatible});
 XLA_FFI_DEFINE_HANDLER_SYMBOL(VerifyAttnCuda, VerifyAttn,
                               OnStream().Arg<Any>().Arg<Any>().Arg<Any>().Arg<Any>().Arg<Any>().Arg<Any>()

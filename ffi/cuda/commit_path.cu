@@ -1,6 +1,6 @@
-// The accepted rows of every layer moved up, in place: a thread moves one word column of one request in one layer, eight
-// rows at a time. It reads its eight before it writes them, and rows that later eights read lie below none of those
-// written (nodes[j] >= j), so no thread needs another.
+// The accepted rows of every layer moved up, in place: a thread moves one word column of one request in one layer,
+// eight rows at a time. It reads its eight before it writes them, and later eights read rows after all that are written
+// by then (nodes[j] >= j), so no thread needs another.
 #include <cuda_runtime.h>
 
 #include "ffi/cuda/launch.h"
@@ -28,11 +28,14 @@ __global__ void __launch_bounds__(kThreads) move_rows(Word* __restrict__ cache, 
     Word held[kRows];
     int64_t source[kRows];
 #pragma unroll
-    for (int j = 0; j < kRows; ++j) source[j] = first + j < path ? nodes[static_cast<int64_t>(request) * path + first + j] : -1;
+    for (int j = 0; j < kRows; ++j) {
+      source[j] = first + j < path ? nodes[static_cast<int64_t>(request) * path + first + j] : -1;
+    }
 #pragma unroll
     for (int j = 0; j < kRows; ++j) {
       const int64_t from = length + source[j], to = length + first + j;
-      const bool moves = first + j < count && source[j] >= 0 && from != to && from >= 0 && from < rows && to >= 0 && to < rows;
+      const bool moves = first + j < count && source[j] >= 0 && from != to && from >= 0 && from < rows && to >= 0 &&
+                         to < rows;
       source[j] = moves ? from : -1;
       if (moves) held[j] = column[from * words];
     }

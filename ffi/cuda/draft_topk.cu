@@ -24,20 +24,20 @@ namespace {
 using ddtree::ceil_div;
 
 constexpr float kLog2E = 1.4426950408889634f;
-constexpr int kOctet = 8;                         // consecutive logits a lane loads at once
-constexpr int kGroup = 64;                        // logits a group: 8 lanes
-constexpr int kOctets = 4;                        // loads in flight a lane
-constexpr int kStride = 32 * kOctet;              // logits between a lane's octets
-constexpr int kTile = kStride * kOctets;          // logits a warp takes at a time
+constexpr int kOctet = 8;                 // consecutive logits a lane loads at once
+constexpr int kGroup = 64;                // logits a group: 8 lanes
+constexpr int kOctets = 4;                // loads in flight a lane
+constexpr int kStride = 32 * kOctet;      // logits between a lane's octets
+constexpr int kTile = kStride * kOctets;  // logits a warp takes at a time
 constexpr int kScanWarps = 8;
-constexpr int kScanBlocks = 4096;                 // enough short blocks that the last wave costs little
+constexpr int kScanBlocks = 4096;  // enough short blocks that the last wave costs little
 constexpr int kSelectThreads = 512;
 constexpr int kBins = 2 * kSelectThreads;
-constexpr int kSharedGroups = 4096;               // group maxima kept on chip: V to 262,144
+constexpr int kSharedGroups = 4096;  // group maxima kept on chip: V to 262,144
 constexpr int kMaxGroups = 2 * DDTREE_MAX_CANDIDATES;
-constexpr int kMaxKept = 2048;                    // logits that are sorted
-constexpr int64_t kMaxVocab = int64_t{1} << 22;  // a group's index takes 16 bits
-constexpr int kMaxRanked = 256;                   // up to here every key is compared with every other
+constexpr int kMaxKept = 2048;              // logits that are sorted
+constexpr int kMaxRanked = kSelectThreads;  // up to here every key is compared with every other
+constexpr int64_t kMaxVocab = 1 << 22;      // a group's index takes 16 bits
 
 // The online softmax of a part of a row. `lowest` is the least group maximum in it.
 struct __align__(16) Partial {
@@ -49,7 +49,7 @@ struct Plan {
 };
 
 Plan plan(int64_t rows, int64_t vocab) {
-  const int64_t most = ceil_div(vocab, kTile * kScanWarps);
+  const int64_t most = ceil_div(vocab > 0 ? vocab : 1, kTile * kScanWarps);
   const int64_t want = kScanBlocks / (rows > 0 ? rows : 1);
   const int64_t sweeps = ceil_div(most, want < 1 ? 1 : want);
   return {sweeps, ceil_div(most, sweeps), ceil_div(vocab, kGroup)};
@@ -139,7 +139,8 @@ __device__ __forceinline__ Octet<T> load_octet(const T* row, int first, int voca
   return octet;
 }
 
-// Unsigned codes in the order of the values, -0.0 equal to 0.0: 16 bits for bf16, 32 for float32, above 0 for any number.
+// Unsigned codes in the order of the values, -0.0 equal to 0.0: 16 bits for bf16, 32 for float32; above 0 for any
+// number.
 template <typename T>
 __device__ __forceinline__ uint32_t order(float x) {
   uint32_t bits = __float_as_uint(x + 0.0f);
@@ -298,27 +299,28 @@ __device__ void sort_kept(uint64_t* kept, int n) {
 }
 
 template <typename T, bool kAligned>
-__global__ void __launch_bounds__(kSelectThreads) select_rows(const T* __restrict__ logits, int vocab, int k, int splits,
-                                                              int groups, const Partial* __restrict__ partials,
-                                                              const uint32_t* __restrict__ group_codes,
-                                                              float* __restrict__ log_probs,
-                                                              int32_t* __restrict__ token_ids) {
+__global__ void __launch_bounds__(kSelectThreads)
+    select_rows(const T* __restrict__ logits, int vocab, int k, int splits, int groups,
+                const Partial* __restrict__ partials, const uint32_t* __restrict__ group_codes,
+                float* __restrict__ log_probs, int32_t* __restrict__ token_ids) {
   __shared__ SelectShared shared;
   const int64_t row = blockIdx.x;
   const int lane = threadIdx.x % 32;
   const T* x = logits + row * vocab;
   const uint32_t* row_groups = group_codes + row * groups;
-  // This lane's part of the row's softmax.
-  float max = -FLT_MAX, sum = 0.0f, lowest = INFINITY;
-  for (int i = lane; i < splits; i += 32) {
-    const Partial part = partials[row * splits + i];
+  // This lane's part of the row's softmax; asked for before the groups and used after, to wait once for both.
+  const Partial nothing{-FLT_MAX, 0.0f, INFINITY, 0.0f};
+  Partial part = lane < splits ? partials[row * splits + lane] : nothing;
+#pragma unroll 8
+  for (int i = threadIdx.x; i < min(groups, kSharedGroups); i += kSelectThreads) shared.group_codes[i] = row_groups[i];
+  float max = part.max, sum = part.sum, lowest = part.lowest;
+  for (int i = lane + 32; i < splits; i += 32) {
+    part = partials[row * splits + i];
     const float top = fmaxf(max, part.max);
     sum = sum * exp2_fast((max - top) * kLog2E) + part.sum * exp2_fast((part.max - top) * kLog2E);
     max = top;
     lowest = fminf(lowest, part.lowest);
   }
-#pragma unroll 8
-  for (int i = threadIdx.x; i < min(groups, kSharedGroups); i += kSelectThreads) shared.group_codes[i] = row_groups[i];
   shared.histogram[2 * threadIdx.x] = shared.histogram[2 * threadIdx.x + 1] = 0;
   if (threadIdx.x == 0) shared.num_groups = shared.num_kept = 0;
   const float row_max = warp_max(max), row_lowest = warp_min(lowest);
@@ -402,15 +404,15 @@ __global__ void __launch_bounds__(kSelectThreads) select_rows(const T* __restric
   const int kept = shared.num_kept;
   if (kept <= kMaxRanked) {
     // A key's place is the number of keys above it. The threads that count for one key are lanes of one warp.
-    int counters = 32;
-    while (kSelectThreads / counters < kept) counters /= 2;
-    const int mine = threadIdx.x / counters;
+    int bits = 5;
+    while (kSelectThreads >> bits < kept) --bits;
+    const int counters = 1 << bits, counter = threadIdx.x & (counters - 1), mine = threadIdx.x >> bits;
     const uint64_t key = mine < kept ? shared.kept[mine] : 0;
     int rank = 0;
 #pragma unroll 8
-    for (int i = threadIdx.x % counters; i < kept; i += counters) rank += shared.kept[i] > key;
+    for (int i = counter; i < kept; i += counters) rank += shared.kept[i] > key;
     for (int lanes = counters / 2; lanes > 0; lanes /= 2) rank += __shfl_xor_sync(~0u, rank, lanes);
-    if (mine < kept && threadIdx.x % counters == 0 && rank < k) write(rank, key);
+    if (mine < kept && counter == 0 && rank < k) write(rank, key);
   } else {
     int size = 2 * kMaxRanked;
     while (size < kept) size *= 2;

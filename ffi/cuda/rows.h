@@ -11,7 +11,8 @@ namespace ddtree {
 
 inline int64_t dtype_bytes(int32_t dtype) { return dtype == DDTREE_F32 ? 4 : dtype == DDTREE_BF16 ? 2 : 0; }
 
-// Calls `launch(word)` with a value of the widest word type for rows of `bytes` at addresses whose bits are in `address`.
+// Calls `launch(word)` with a value of the widest word type for rows of `bytes` at addresses whose bits `address`
+// unites.
 template <typename Launch>
 int with_row_word(int64_t bytes, uintptr_t address, Launch launch) {
   const uintptr_t bits = address | static_cast<uintptr_t>(bytes);

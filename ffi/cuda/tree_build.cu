@@ -1,8 +1,8 @@
 // The best-first tree, one block a request: one warp runs the heap, all warps load, link and write.
 //
-// The frontier of the heap holds at most one node for every node already popped: the best child not yet popped. So it is
-// an array indexed by the parent, kept in registers (slot s of lane l is parent 32 s + l), and a pop is an arg-max over
-// the warp. While the reductions run, every lane works out what would follow its own best node, so that a pop waits for
+// The frontier of the heap holds at most one node for every node already popped: the best child not yet popped. So it
+// is an array indexed by the parent, kept in registers (slot s of lane l is parent 32 s + l), and a pop is an arg-max
+// over the warp. While the reductions run, every lane works out what would follow its own best node, so that a pop waits for
 // neither memory nor arithmetic on keys.
 //
 // Keys are float64 sums from the root down, compared as integers in the same order. Equal keys are common with bfloat16
@@ -62,58 +62,67 @@ __device__ __forceinline__ uint64_t append_code(uint64_t code, int length, int r
   return code | static_cast<uint64_t>(word) << (62 - 2 * low_bits - length);
 }
 
+// A frontier entry: the key above the inverted code, so that the first to be popped is the largest.
+using Entry = unsigned __int128;
+
+__device__ __forceinline__ Entry entry(uint64_t key, uint64_t code) { return static_cast<Entry>(key) << 64 | ~code; }
+__device__ __forceinline__ uint64_t key_of(Entry e) { return static_cast<uint64_t>(e >> 64); }
+__device__ __forceinline__ uint64_t code_of(Entry e) { return ~static_cast<uint64_t>(e); }
+
 // Pops up to `limit` nodes and returns the node count, root included; `limit` <= 32 * kSlots. With `reserve`, places
 // are kept for the rest of the spine, the nodes of rank 0 only.
 template <int kSlots>
 __device__ int run_heap(Shared& shared, int depth, int columns, int limit, bool reserve) {
   const int lane = threadIdx.x;
-  const auto log_prob = [&](int d, int rank) -> double { return shared.log_probs[(d - 1) * columns + rank]; };
-  uint64_t key[kSlots], code[kSlots];
+  const auto log_prob = [&](int d, int rank) -> float { return shared.log_probs[(d - 1) * columns + rank]; };
+  Entry frontier[kSlots];
   uint32_t info[kSlots];
 #pragma unroll
-  for (int s = 0; s < kSlots; ++s) key[s] = code[s] = 0, info[s] = Info(0, 1, 0, s).bits;
-  if (limit > 0 && lane == 0) key[0] = order(0.0 + log_prob(1, 0));
+  for (int s = 0; s < kSlots; ++s) frontier[s] = 0, info[s] = Info(0, 1, 0, s).bits;
+  if (limit > 0 && lane == 0) frontier[0] = entry(order(0.0 + static_cast<double>(log_prob(1, 0))), 0);
   int free = limit - depth;  // nodes off the spine that may still enter, when reserving
   int tip = 0, tip_depth = 0;
   int n = 1;
   for (; n <= limit; ++n) {
-    uint64_t best = key[0], best_code = code[0];
+    Entry best = frontier[0];
     uint32_t best_info = info[0];
 #pragma unroll
     for (int s = 1; s < kSlots; ++s) {
-      if (key[s] > best || (key[s] == best && code[s] < best_code)) {
-        best = key[s], best_code = code[s], best_info = info[s];
-      }
+      const bool better = frontier[s] > best;
+      best = better ? frontier[s] : best;
+      best_info = better ? info[s] : best_info;
     }
-    const uint32_t high = static_cast<uint32_t>(best >> 32);
+    // What follows this lane's best, in case it is popped: its next sibling and its first child.
+    const Info mine(best_info);
+    const int my_parent = min(mine.slot() * 32 + lane, n - 1), sibling = mine.rank() + 1, d = mine.depth();
+    const double parent_weight = shared.weight[my_parent];
+    const uint64_t parent_code = shared.code[my_parent];
+    const float to_sibling = log_prob(d, min(sibling, columns - 1)), to_child = log_prob(min(d + 1, depth), 0);
+    const uint32_t high = static_cast<uint32_t>(best >> 96);
     const uint32_t top = __reduce_max_sync(~0u, high);
     uint32_t tied = __ballot_sync(~0u, high == top);
-    // What follows this lane's best: its next sibling and its first child.
-    const Info mine(best_info);
-    const int my_parent = mine.slot() * 32 + lane, sibling = mine.rank() + 1, d = mine.depth();
-    const double sibling_sum = shared.weight[my_parent] + log_prob(d, min(sibling, columns - 1));
-    const double child_sum = number(best) + log_prob(min(d + 1, depth), 0);
-    const uint64_t sibling_key = sibling < columns ? order(sibling_sum) : 0;
-    const uint64_t child_key = d < depth ? order(child_sum) : 0;
-    const uint64_t sibling_code = append_code(shared.code[my_parent], mine.length(), sibling);
+    const double weight = number(key_of(best));
+    const uint64_t sibling_key = sibling < columns ? order(parent_weight + static_cast<double>(to_sibling)) : 0;
+    const uint64_t child_key = d < depth ? order(weight + static_cast<double>(to_child)) : 0;
+    const uint64_t sibling_code = append_code(parent_code, mine.length(), sibling);
     if (top == 0) break;  // the lattice is exhausted
     if (tied & (tied - 1)) {
       bool in = high == top;
-      const uint32_t low = __reduce_max_sync(~0u, in ? static_cast<uint32_t>(best) : 0u);
-      in = in && static_cast<uint32_t>(best) == low;
-      tied = __ballot_sync(~0u, in);
-      if (tied & (tied - 1)) {
-        const uint32_t code_high = static_cast<uint32_t>(best_code >> 32);
-        const uint32_t least = __reduce_min_sync(~0u, in ? code_high : ~0u);
-        in = in && code_high == least;
-        const uint32_t code_low = static_cast<uint32_t>(best_code);
-        const uint32_t least_low = __reduce_min_sync(~0u, in ? code_low : ~0u);
-        tied = __ballot_sync(~0u, in && code_low == least_low);
+#pragma unroll
+      for (int word = 2; word >= 0; --word) {
+        const uint32_t part = in ? static_cast<uint32_t>(best >> (32 * word)) : 0u;
+        const uint32_t most = __reduce_max_sync(~0u, part);
+        in = in && part == most;
+        if (word == 2) {
+          tied = __ballot_sync(~0u, in);
+          if (!(tied & (tied - 1))) break;
+        }
       }
+      tied = __ballot_sync(~0u, in);
     }
     const int owner = __ffs(tied) - 1;
     const Info node(__shfl_sync(~0u, best_info, owner));
-    const uint64_t node_code = __shfl_sync(~0u, best_code, owner);
+    const uint64_t node_code = __shfl_sync(~0u, code_of(best), owner);
     const uint64_t first_key = __shfl_sync(~0u, child_key, owner);
     const int parent = node.slot() * 32 + owner;
     if (node.rank() == 0 && parent == tip) {
@@ -122,21 +131,23 @@ __device__ int run_heap(Shared& shared, int depth, int columns, int limit, bool 
       break;
     }
     if (lane == owner) {
-      shared.weight[n] = number(best), shared.code[n] = best_code, shared.info[n] = best_info;
+      shared.weight[n] = weight, shared.code[n] = node_code, shared.info[n] = best_info;
       shared.parent[n] = parent;
     }
     // The parent's slot moves on to the sibling, and slot n opens with the child.
     const int child_depth = min(node.depth() + 1, depth), child_length = node.length() + code_bits(node.rank());
+    const Entry next_sibling = entry(sibling_key, sibling_code), first_child = entry(first_key, node_code);
 #pragma unroll
     for (int s = 0; s < kSlots; ++s) {
-      if (s * 32 + lane == parent) key[s] = sibling_key, code[s] = sibling_code, info[s] = mine.next(n).bits;
-      if (s * 32 + lane == n) key[s] = first_key, code[s] = node_code, info[s] = Info(0, child_depth, child_length, s).bits;
+      const bool moves = s * 32 + lane == parent, opens = s * 32 + lane == n;
+      frontier[s] = moves ? next_sibling : opens ? first_child : frontier[s];
+      info[s] = moves ? mine.next(n).bits : opens ? Info(0, child_depth, child_length, s).bits : info[s];
     }
     __syncwarp();
   }
   if (reserve) {
     for (double weight = shared.weight[tip]; tip_depth < depth && n <= limit; ++n) {
-      weight += log_prob(++tip_depth, 0);
+      weight += static_cast<double>(log_prob(++tip_depth, 0));
       if (lane == 0) {
         shared.weight[n] = weight, shared.info[n] = Info(0, tip_depth, 0, 0).bits;
         shared.parent[n] = tip;

@@ -394,11 +394,12 @@ __global__ void __launch_bounds__(kSelectThreads)
   }
 
   sum = warp_sum(sum, max, row_max);
-  const bool finite = sum > 0.0f && sum < INFINITY;
-  const float log_sum = logf(sum);
+  // Rounded before it is subtracted: equal steps between logits stay equal, and so do the sums of paths.
+  const float normaliser = sum > 0.0f ? row_max + logf(sum) : -INFINITY;  // NaN where the row has +inf
+  const bool finite = isfinite(normaliser);
   const auto write = [&](int rank, uint64_t key) {
     const float value = value_of<T>(static_cast<uint32_t>(key >> 32));
-    log_probs[row * k + rank] = finite ? fminf(value - row_max - log_sum, 0.0f) : -INFINITY;
+    log_probs[row * k + rank] = finite ? fminf(value - normaliser, 0.0f) : -INFINITY;
     token_ids[row * k + rank] = static_cast<int32_t>(~static_cast<uint32_t>(key));
   };
   const int kept = shared.num_kept;

@@ -2,8 +2,8 @@
 //
 // The frontier of the heap holds at most one node for every node already popped: the best child not yet popped. So it
 // is an array indexed by the parent, kept in registers (slot s of lane l is parent 32 s + l), and a pop is an arg-max
-// over the warp. While the reductions run, every lane works out what would follow its own best node, so that a pop waits for
-// neither memory nor arithmetic on keys.
+// over the warp. Every lane works out what would follow its own best node before it knows whether that is the one, so
+// that a pop waits for neither memory nor arithmetic on keys.
 //
 // Keys are float64 sums from the root down, compared as integers in the same order. Equal keys are common with bfloat16
 // logits; the rank path decides them, packed into 64 bits by a prefix code that keeps lexicographic order: rank 0 is

@@ -9,10 +9,10 @@ import time
 import jax
 import jax.numpy as jnp
 import numpy as np
+from demo_target import learning_rate, optimizer, token_losses
 from flax import nnx
 
 from ddtree_jax.models import DFlashConfig, DFlashDrafter
-from demo_target import learning_rate, optimizer, token_losses
 
 _WEIGHT_DECAY = 0.1
 _GAMMA = (

@@ -86,14 +86,14 @@ SIZES = {
     "toy": Sizes(
         ranks=512,
         hidden=64,
-        layers=3,
+        layers=2,
         heads=2,
         query_rank=32,
         inner=64,
         expert_inner=32,
         experts=4,
         draft_layers=1,
-        taps=(0, 2),
+        taps=(0, 1),
     ),
 }
 

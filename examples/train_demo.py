@@ -14,11 +14,10 @@ import json
 import pathlib
 import shutil
 
-import numpy as np
-from absl import app, flags
-
 import demo_corpus
 import demo_model
+import numpy as np
+from absl import app, flags
 
 _STAGES = ("tokenizer", "data", "target", "generate", "drafter", "export")
 _STAGE = flags.DEFINE_list("stage", ["all"], "Stages to run, or all of them.")
@@ -28,20 +27,18 @@ _OUTPUT = flags.DEFINE_string(
 )
 _SIZE = flags.DEFINE_enum("size", "demo", list(demo_model.SIZES), "Sizes of the models.")
 _SEED = flags.DEFINE_integer("seed", 0, "Seed of parameters, windows and draws.")
-_MINUTES_TARGET = flags.DEFINE_float("minutes_target", 5.0, "Training time of the target.")
-_MINUTES_DRAFTER = flags.DEFINE_float("minutes_drafter", 4.0, "Training time of the drafter.")
+_MINUTES_TARGET = flags.DEFINE_float("minutes_target", 1.55, "Training time of the target.")
+_MINUTES_DRAFTER = flags.DEFINE_float("minutes_drafter", 1.2, "Training time of the drafter.")
 _TOKENS_PER_STEP = flags.DEFINE_integer("tokens_per_step", 32768, "The target's batch, in tokens.")
-_LENGTHS = flags.DEFINE_list(
-    "lengths", ["512", "1024"], "Sequence lengths of the target, in order."
-)
+_LENGTHS = flags.DEFINE_list("lengths", ["1024"], "Sequence lengths of the target, in order.")
 _STEPS_PER_CALL = flags.DEFINE_integer("steps_per_call", 20, "Training steps a device program.")
 _GENERATIONS = flags.DEFINE_list(
     "generations",
-    ["96:480:1024:10", "640:1024:512:8"],
+    ["64:576:1024:5"],
     "What `generate` makes: prompt length:length:batch:batches, each.",
 )
-_DRAFTER_BATCH = flags.DEFINE_integer("drafter_batch", 64, "Sequences a step of the drafter.")
-_ANCHORS = flags.DEFINE_integer("anchors", 32, "Blocks a sequence of the drafter.")
+_DRAFTER_BATCH = flags.DEFINE_integer("drafter_batch", 32, "Sequences a step of the drafter.")
+_ANCHORS = flags.DEFINE_integer("anchors", 64, "Blocks a sequence of the drafter.")
 _PROMPTS = flags.DEFINE_integer("prompts", 32, "Held-out prompts to keep and to replay.")
 
 _SAMPLED_SHARE = 0.25  # of the generated text; the rest is greedy
@@ -106,9 +103,9 @@ def _data(workdir, sizes):
 
 
 def _target(workdir, sizes):
+    import demo_target
     from flax import nnx
 
-    import demo_target
     from ddtree_jax.models import save_target
 
     tokens = np.load(workdir / "tokens.npz")
@@ -133,9 +130,9 @@ def _target(workdir, sizes):
 
 def _frozen_target(workdir):
     """The exported target with its experts as the floats that they stand for."""
+    import demo_target
     from flax import nnx
 
-    import demo_target
     from ddtree_jax.models import load_target
 
     return nnx.split(demo_target.float_experts(load_target(workdir / "target")))
@@ -167,10 +164,10 @@ def _generate(workdir, sizes):
 
 
 def _drafter(workdir, sizes):
-    from flax import nnx
-
     import demo_drafter
     import demo_generation
+    from flax import nnx
+
     from ddtree_jax.models import save_drafter
 
     target = _frozen_target(workdir)

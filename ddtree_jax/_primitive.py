@@ -16,15 +16,6 @@ import numpy as np
 from jax.interpreters import batching, mlir
 
 
-def result_like(operand, shape: Sequence[int], dtype) -> jax.core.ShapedArray:
-    """A result's type that varies over the mesh axes that `operand` varies over."""
-    like = jax.ShapeDtypeStruct(tuple(shape), jnp.dtype(dtype))
-    vma = getattr(operand, "vma", None)
-    if vma:
-        return jax.core.ShapedArray(like.shape, like.dtype, vma=vma)
-    return jax.core.ShapedArray(like.shape, like.dtype)
-
-
 def kernel_primitive(
     name: str,
     shapes: Callable,
@@ -39,7 +30,7 @@ def kernel_primitive(
 
     Args:
       name: the primitive's name; the custom call's target is "ddtree_" + name.
-      shapes: (*avals, **parameters) -> list of result avals.
+      shapes: (*avals, **parameters) -> list of the results' jax.ShapeDtypeStruct.
       batch_axes: each operand's batch axis, None for operands that all requests share.
       result_batch_axes: each result's.
       attributes: which parameters the handler takes; it reads the others off the shapes.
@@ -52,7 +43,10 @@ def kernel_primitive(
     """
     primitive = jax.extend.core.Primitive(name)
     primitive.multiple_results = True
-    primitive.def_abstract_eval(shapes)
+
+    @primitive.def_abstract_eval
+    def abstract(*avals, **parameters):
+        return [_varying_like(avals, r) for r in shapes(*avals, **parameters)]
 
     def call(platform):
         def run(*operands, **parameters):
@@ -62,7 +56,7 @@ def kernel_primitive(
                 results.append(jax.ShapeDtypeStruct((workspace(*avals, **parameters),), jnp.uint8))
             outputs = jax.ffi.ffi_call(
                 f"ddtree_{name}",
-                [jax.ShapeDtypeStruct(r.shape, r.dtype) for r in results],
+                results,
                 input_output_aliases=aliases or {},
             )(*operands, **{name: _native(parameters[name]) for name in attributes})
             return outputs[: len(result_batch_axes)]
@@ -115,3 +109,18 @@ def kernel_primitive(
 def _native(value):
     """An attribute in the dtype that the handlers declare: a Python float would arrive as float64."""
     return np.float32(value) if isinstance(value, float) else value
+
+
+def _varying_like(operands, result) -> jax.core.ShapedArray:
+    """`result` as an aval that varies over every mesh axis that some operand varies over (shard_map)."""
+    first = max(operands, key=lambda aval: len(aval.mat.varying))
+    varying = frozenset().union(*(aval.mat.varying for aval in operands))
+    if not varying:
+        return jax.core.ShapedArray(result.shape, result.dtype)
+    spec = jax.sharding.PartitionSpec(*(None,) * len(result.shape))
+    return first.update(
+        shape=result.shape,
+        dtype=result.dtype,
+        sharding=jax.sharding.NamedSharding(first.sharding.mesh, spec),
+        manual_axis_type=first.mat.update(varying=varying),
+    )

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ddtree_jax import _checks
-from ddtree_jax._primitive import kernel_primitive, result_like
+from ddtree_jax._primitive import kernel_primitive
 from ddtree_jax.tree import DraftTree
 
 
@@ -70,7 +70,7 @@ def tree_accept(tree: DraftTree, target_tokens, *, stop_tokens=None, max_new=Non
 def _accept_shapes(tokens, *_, depth):
     path, batch = (tokens.shape[0], depth + 1), tokens.shape[:1]
     shapes = [(path, jnp.int32), (path, jnp.int32), (batch, jnp.int32), (batch, jnp.bool_)]
-    return [result_like(tokens, *one) for one in shapes]
+    return [jax.ShapeDtypeStruct(*one) for one in shapes]
 
 
 _tree_accept = kernel_primitive(

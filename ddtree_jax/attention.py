@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 from ddtree_jax import _checks
 from ddtree_jax._ffi import workspace_bytes
-from ddtree_jax._primitive import kernel_primitive, result_like
+from ddtree_jax._primitive import kernel_primitive
 from ddtree_jax.cache import ROW_DIM
 from ddtree_jax.tree import MAX_BUDGET, DraftTree
 
@@ -57,7 +57,7 @@ def verify_attn(query, cache, lengths, tree: DraftTree, *, scale: float, layer) 
 
 _verify_attn = kernel_primitive(
     "verify_attn",
-    lambda query, *_, scale: [result_like(query, (*query.shape[:3], LATENT_DIM), query.dtype)],
+    lambda query, *_, scale: [jax.ShapeDtypeStruct((*query.shape[:3], LATENT_DIM), query.dtype)],
     batch_axes=(0, 1, 0, 0, 0, None),
     result_batch_axes=(0,),
     attributes=("scale",),

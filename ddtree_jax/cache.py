@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from ddtree_jax import _checks
-from ddtree_jax._primitive import kernel_primitive, result_like
+from ddtree_jax._primitive import kernel_primitive
 from ddtree_jax.accept import AcceptedPath
 
 ROW_DIM = 576  # 512 latent and 64 rotary numbers
@@ -66,7 +66,7 @@ def commit_path(cache, path: AcceptedPath, lengths) -> jax.Array:
 
 _append_latents = kernel_primitive(
     "append_latents",
-    lambda cache, *_: [result_like(cache, cache.shape, cache.dtype)],
+    lambda cache, *_: [jax.ShapeDtypeStruct(cache.shape, cache.dtype)],
     batch_axes=(1, 0, 0, None),
     result_batch_axes=(1,),
     aliases={0: 0},
@@ -74,7 +74,7 @@ _append_latents = kernel_primitive(
 
 _commit_path = kernel_primitive(
     "commit_path",
-    lambda cache, *_: [result_like(cache, cache.shape, cache.dtype)],
+    lambda cache, *_: [jax.ShapeDtypeStruct(cache.shape, cache.dtype)],
     batch_axes=(1, 0, 0, 0),
     result_batch_axes=(1,),
     aliases={0: 0},

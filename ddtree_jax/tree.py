@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from ddtree_jax import _checks
 from ddtree_jax._ffi import workspace_bytes
-from ddtree_jax._primitive import kernel_primitive, result_like
+from ddtree_jax._primitive import kernel_primitive
 
 MAX_BUDGET = 256  # draft nodes a tree, root excluded
 MAX_CANDIDATES = 256  # candidates a position
@@ -148,8 +148,8 @@ def chain_tree(tokens, num_nodes) -> DraftTree:
 _draft_topk = kernel_primitive(
     "draft_topk",
     lambda logits, *, k: [
-        result_like(logits, (logits.shape[0], k), jnp.float32),
-        result_like(logits, (logits.shape[0], k), jnp.int32),
+        jax.ShapeDtypeStruct((logits.shape[0], k), jnp.float32),
+        jax.ShapeDtypeStruct((logits.shape[0], k), jnp.int32),
     ],
     batch_axes=(0,),
     result_batch_axes=(0, 0),
@@ -162,7 +162,7 @@ def _tree_shapes(log_probs, token_ids, root_tokens, budgets, *, budget, keep_spi
     batch, nodes = root_tokens.shape[0], budget + 1
     rows, words = (batch, nodes), (batch, nodes, -(-nodes // 32))
     shapes = [(rows, jnp.int32)] * 5 + [(words, jnp.uint32), (rows, jnp.float32)]
-    return [result_like(log_probs, *one) for one in [*shapes, ((batch,), jnp.int32)]]
+    return [jax.ShapeDtypeStruct(*one) for one in [*shapes, ((batch,), jnp.int32)]]
 
 
 _tree_build = kernel_primitive(

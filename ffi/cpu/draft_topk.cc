@@ -8,7 +8,7 @@
 namespace ddtree {
 namespace {
 
-constexpr int64_t kTile = 1024;  // logits that are read, summed and filtered while they are in the first-level cache
+constexpr int64_t kTile = 512;  // logits that are read, summed and filtered while they are in the first-level cache
 
 struct Entry {
   float logit;
@@ -21,26 +21,22 @@ inline bool Before(const Entry& x, const Entry& y) { return x.logit != y.logit ?
 // Copies a tile to float32 with NaN as -inf and returns its maximum.
 template <typename T>
 DDTREE_CLONES float Load(const T* x, int64_t count, float* tile) {
-  float lanes[16];
-  for (float& lane : lanes) lane = -INFINITY;
-  int64_t i = 0;
-  for (; i + 16 <= count; i += 16) {
-    for (int j = 0; j < 16; ++j) {
-      float y;
-      if constexpr (sizeof(T) == 2) y = FromBf16(x[i + j]); else y = x[i + j];
-      y = y == y ? y : -INFINITY;
-      tile[i + j] = y;
-      lanes[j] = lanes[j] < y ? y : lanes[j];
-    }
-  }
-  float max = lanes[0];
-  for (float lane : lanes) max = std::max(max, lane);
-  for (; i < count; ++i) {
+  for (int64_t i = 0; i < count; ++i) {
     float y;
     if constexpr (sizeof(T) == 2) y = FromBf16(x[i]); else y = x[i];
     tile[i] = y == y ? y : -INFINITY;
-    max = std::max(max, tile[i]);
   }
+  float max = -INFINITY;
+  int64_t i = 0;
+  if (count >= kLanes) {
+    Vec lanes = *reinterpret_cast<const Vec*>(tile);
+    for (i = kLanes; i + kLanes <= count; i += kLanes) {
+      const Vec y = *reinterpret_cast<const Vec*>(tile + i);
+      lanes = y > lanes ? y : lanes;
+    }
+    for (int j = 0; j < kLanes; ++j) max = std::max(max, lanes[j]);
+  }
+  for (; i < count; ++i) max = std::max(max, tile[i]);
   return max;
 }
 
@@ -76,7 +72,7 @@ DDTREE_CLONES int64_t Filter(const float* tile, int64_t count, int32_t first, fl
 template <typename T>
 void Row(const T* logits, int64_t vocab, int64_t k, float* log_probs, int32_t* ids) {
   float tile[kTile];
-  Entry pool[DDTREE_MAX_CANDIDATES + kTile];
+  Entry pool[2 * DDTREE_MAX_CANDIDATES + kTile];
   int64_t size = 0;
   float max = -INFINITY, bar = -INFINITY;
   double sum = 0;
@@ -94,13 +90,14 @@ void Row(const T* logits, int64_t vocab, int64_t k, float* log_probs, int32_t* i
     } else if (tile_max > bar) {
       size = Filter(tile, count, static_cast<int32_t>(first), bar, pool, size);
     }
-    if (size > k) {
+    // The pool is cut back when it has doubled: an old bar only lets in more than it had to.
+    if (size >= 2 * k || (size >= k && bar == -INFINITY)) {
       std::nth_element(pool, pool + k - 1, pool + size, Before);
       size = k;
+      bar = pool[k - 1].logit;
     }
-    if (size == k) bar = std::max_element(pool, pool + k, Before)->logit;
   }
-  std::sort(pool, pool + k, Before);
+  std::partial_sort(pool, pool + k, pool + size, Before);
   // float32 on purpose: logits a coarse step apart stay exactly that far apart, and paths that tie in the reference tie here.
   const float normaliser = static_cast<float>(max + std::log(sum));
   for (int64_t j = 0; j < k; ++j) {

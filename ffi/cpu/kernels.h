@@ -17,6 +17,10 @@
 
 namespace ddtree {
 
+// A vector as wide as the widest clone's registers; narrower clones take it in pieces.
+constexpr int64_t kLanes = 16;
+typedef float Vec __attribute__((vector_size(kLanes * 4), aligned(4), may_alias));
+
 inline int64_t DtypeBytes(int32_t dtype) { return dtype == DDTREE_BF16 ? 2 : 4; }
 
 inline float FromBf16(uint16_t x) {

@@ -16,9 +16,6 @@ namespace {
 constexpr int64_t kRow = DDTREE_ROW_DIM, kLatent = DDTREE_LATENT_DIM;
 constexpr int64_t kKeys = 64;       // keys a tile
 constexpr int64_t kMaxRows = 16;    // rows an item
-constexpr int64_t kLanes = 16;
-
-typedef float Vec __attribute__((vector_size(kLanes * 4), aligned(4), may_alias));
 
 #define DDTREE_INLINE inline __attribute__((always_inline))
 

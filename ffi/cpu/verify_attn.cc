@@ -1,7 +1,7 @@
 // Absorbed MLA attention of a tree's rows: an online softmax over tiles of the prefix, then over each row's ancestors.
 //
-// A work item is a few (node, head) rows of one request. Over the prefix, which all rows see, it forms 4 x 4 blocks of
-// scores and 4 x 64 blocks of the output in registers. The ancestors of a node are at most a path, so they are taken one
+// A work item is a few (node, head) rows of one request. Over the prefix, which all rows see, it forms small blocks
+// of scores and of the output in registers. The ancestors of a node are at most a path, so they are taken one
 // by one: what a row must not see is never read, and NaN there cannot reach it. The arithmetic of a row depends on
 // neither the other rows nor the number of tasks.
 #include <algorithm>
@@ -17,12 +17,33 @@ constexpr int64_t kRow = DDTREE_ROW_DIM, kLatent = DDTREE_LATENT_DIM;
 constexpr int64_t kKeys = 64;       // keys a tile
 constexpr int64_t kMaxRows = 16;    // rows an item
 
-#define DDTREE_INLINE inline __attribute__((always_inline))
+// Blocks of scores and of the output are as large as the registers hold: 32 of 16 floats, or 16 of 8. The vector types
+// are members because a template argument would lose their attributes.
+struct Wide {
+  typedef ddtree::Vec Vec;
+};
+struct Narrow {
+  typedef float Vec __attribute__((vector_size(32), aligned(4), may_alias));
+};
 
-DDTREE_INLINE float Sum(const Vec& v) {
-  float half[8];
-  for (int i = 0; i < 8; ++i) half[i] = v[i] + v[i + 8];
-  return ((half[0] + half[4]) + (half[2] + half[6])) + ((half[1] + half[5]) + (half[3] + half[7]));
+bool HasWideRegisters() {
+#if defined(__x86_64__) && defined(__GNUC__)
+  static const bool wide = __builtin_cpu_supports("avx512f");
+  return wide;
+#else
+  return false;
+#endif
+}
+
+template <typename Registers>
+inline __attribute__((always_inline)) float Sum(const typename Registers::Vec& v) {
+  constexpr int kSize = sizeof(v) / sizeof(float);
+  float lanes[kSize];
+  for (int i = 0; i < kSize; ++i) lanes[i] = v[i];
+  for (int half = kSize / 2; half > 0; half /= 2) {
+    for (int i = 0; i < half; ++i) lanes[i] += lanes[i + half];
+  }
+  return lanes[0];
 }
 
 // What an item keeps between tiles.
@@ -41,34 +62,37 @@ DDTREE_CLONES void Widen(const uint16_t* x, int64_t count, float* y) {
   }
 }
 
-// scores[r, k] = scale * query[r] . keys[k] for rows in fours.
+// scores[r, k] = scale * query[r] . keys[k] for rows in blocks; `rows` is a multiple of 4.
+template <typename Registers, int kBlock>
 DDTREE_CLONES void Scores(const float* query, int64_t rows, const float* keys, int64_t count, float scale, float* scores) {
-  for (int64_t r = 0; r < rows; r += 4) {
+  typedef typename Registers::Vec V;
+  constexpr int64_t kStep = sizeof(V) / sizeof(float);
+  for (int64_t r = 0; r < rows; r += kBlock) {
     const float* q = query + r * kRow;
     int64_t k = 0;
     for (; k + 4 <= count; k += 4) {
       const float* key = keys + k * kRow;
-      Vec acc[4][4] = {};
-      for (int64_t d = 0; d < kRow; d += kLanes) {
-        Vec y[4];
-        for (int j = 0; j < 4; ++j) y[j] = *reinterpret_cast<const Vec*>(key + j * kRow + d);
-        for (int i = 0; i < 4; ++i) {
-          const Vec x = *reinterpret_cast<const Vec*>(q + i * kRow + d);
+      V acc[kBlock][4] = {};
+      for (int64_t d = 0; d < kRow; d += kStep) {
+        V y[4];
+        for (int j = 0; j < 4; ++j) y[j] = *reinterpret_cast<const V*>(key + j * kRow + d);
+        for (int i = 0; i < kBlock; ++i) {
+          const V x = *reinterpret_cast<const V*>(q + i * kRow + d);
           for (int j = 0; j < 4; ++j) acc[i][j] += x * y[j];
         }
       }
-      for (int i = 0; i < 4; ++i) {
-        for (int j = 0; j < 4; ++j) scores[(r + i) * kKeys + k + j] = Sum(acc[i][j]) * scale;
+      for (int i = 0; i < kBlock; ++i) {
+        for (int j = 0; j < 4; ++j) scores[(r + i) * kKeys + k + j] = Sum<Registers>(acc[i][j]) * scale;
       }
     }
     for (; k < count; ++k) {
       const float* key = keys + k * kRow;
-      Vec acc[4] = {};
-      for (int64_t d = 0; d < kRow; d += kLanes) {
-        const Vec y = *reinterpret_cast<const Vec*>(key + d);
-        for (int i = 0; i < 4; ++i) acc[i] += *reinterpret_cast<const Vec*>(q + i * kRow + d) * y;
+      V acc[kBlock] = {};
+      for (int64_t d = 0; d < kRow; d += kStep) {
+        const V y = *reinterpret_cast<const V*>(key + d);
+        for (int i = 0; i < kBlock; ++i) acc[i] += *reinterpret_cast<const V*>(q + i * kRow + d) * y;
       }
-      for (int i = 0; i < 4; ++i) scores[(r + i) * kKeys + k] = Sum(acc[i]) * scale;
+      for (int i = 0; i < kBlock; ++i) scores[(r + i) * kKeys + k] = Sum<Registers>(acc[i]) * scale;
     }
   }
 }
@@ -89,24 +113,27 @@ DDTREE_CLONES void Softmax(float* scores, int64_t count, float* max, float* sum,
   *sum += total;
 }
 
-// out[r] += sum_k weights[r, k] * latent[k] for rows in fours.
+// out[r] += sum_k weights[r, k] * latent[k] for rows in fours and columns in blocks.
+template <typename Registers, int kBlock>
 DDTREE_CLONES void Mix(const float* weights, int64_t rows, const float* keys, int64_t count, float* out) {
+  typedef typename Registers::Vec V;
+  constexpr int64_t kStep = sizeof(V) / sizeof(float);
   for (int64_t r = 0; r < rows; r += 4) {
     const float* w = weights + r * kKeys;
-    for (int64_t d = 0; d < kLatent; d += 4 * kLanes) {
-      Vec acc[4][4];
+    for (int64_t d = 0; d < kLatent; d += kBlock * kStep) {
+      V acc[4][kBlock];
       for (int i = 0; i < 4; ++i) {
-        for (int j = 0; j < 4; ++j) acc[i][j] = *reinterpret_cast<const Vec*>(out + (r + i) * kLatent + d + j * kLanes);
+        for (int j = 0; j < kBlock; ++j) acc[i][j] = *reinterpret_cast<const V*>(out + (r + i) * kLatent + d + j * kStep);
       }
       for (int64_t k = 0; k < count; ++k) {
-        Vec v[4];
-        for (int j = 0; j < 4; ++j) v[j] = *reinterpret_cast<const Vec*>(keys + k * kRow + d + j * kLanes);
+        V v[kBlock];
+        for (int j = 0; j < kBlock; ++j) v[j] = *reinterpret_cast<const V*>(keys + k * kRow + d + j * kStep);
         for (int i = 0; i < 4; ++i) {
-          for (int j = 0; j < 4; ++j) acc[i][j] += w[i * kKeys + k] * v[j];
+          for (int j = 0; j < kBlock; ++j) acc[i][j] += w[i * kKeys + k] * v[j];
         }
       }
       for (int i = 0; i < 4; ++i) {
-        for (int j = 0; j < 4; ++j) *reinterpret_cast<Vec*>(out + (r + i) * kLatent + d + j * kLanes) = acc[i][j];
+        for (int j = 0; j < kBlock; ++j) *reinterpret_cast<V*>(out + (r + i) * kLatent + d + j * kStep) = acc[i][j];
       }
     }
   }
@@ -118,7 +145,7 @@ DDTREE_CLONES void Attend(const float* query, const float* key, float scale, flo
   for (int64_t d = 0; d < kRow; d += kLanes) {
     acc += *reinterpret_cast<const Vec*>(query + d) * *reinterpret_cast<const Vec*>(key + d);
   }
-  float weight = Sum(acc) * scale;
+  float weight = Sum<Wide>(acc) * scale;
   Softmax(&weight, 1, max, sum, out);
   for (int64_t d = 0; d < kLatent; ++d) out[d] += weight * key[d];
 }
@@ -166,14 +193,15 @@ void Run(const ddtree_verify_attn_args& a, int64_t b, int64_t first, int64_t row
   std::fill(item->max, item->max + padded, -INFINITY);
   std::fill(item->sum, item->sum + padded, 0.0f);
 
+  const bool wide = HasWideRegisters();
   for (int64_t start = 0; start < length; start += kKeys) {
     const int64_t count = std::min(kKeys, length - start);
     const float* keys = Keys(cache + start * kRow, count, item->tile);
-    Scores(item->query, padded, keys, count, a.scale, item->scores);
+    (wide ? Scores<Wide, 4> : Scores<Narrow, 2>)(item->query, padded, keys, count, a.scale, item->scores);
     for (int64_t r = 0; r < padded; ++r) {
       Softmax(item->scores + r * kKeys, count, item->max + r, item->sum + r, item->out + r * kLatent);
     }
-    Mix(item->scores, padded, keys, count, item->out);
+    (wide ? Mix<Wide, 4> : Mix<Narrow, 2>)(item->scores, padded, keys, count, item->out);
   }
   for (int64_t r = 0; r < live; ++r) {
     const uint32_t* bits = a.ancestors + (b * a.nodes + (first + r) / heads) * words;

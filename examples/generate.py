@@ -12,7 +12,7 @@ import os
 import pathlib
 import sys
 
-from absl import app, flags
+from absl import app, flags, logging
 
 _PROMPT = flags.DEFINE_multi_string("prompt", None, "A prompt; give it again for more.")
 _PROMPT_FILE = flags.DEFINE_string(
@@ -59,6 +59,7 @@ def main(argv):
 
 
 def _run():
+    logging.set_verbosity(logging.WARNING)  # JAX tells at INFO which backends this machine lacks.
     if _MESH.value is not None:
         raise ValueError("--mesh is not available yet: leave it out to decode on one device")
     if _BATCH.value < 1:
@@ -71,11 +72,12 @@ def _run():
         _keep_compiled_programs(jax, os.path.expanduser(_CACHE.value))
     import ddtree_jax
     from ddtree_jax import models
+    from ddtree_jax.models import demo
 
     from_demo = _CHECKPOINT.value is None
     if from_demo:
-        target_path = models.DEMO_TARGET
-        drafter_path = _DRAFTER.value or models.DEMO_DRAFTER
+        target_path = demo.TARGET
+        drafter_path = _DRAFTER.value or demo.DRAFTER
     else:
         target_path, drafter_path = _CHECKPOINT.value, _DRAFTER.value
     needs_drafter = _COMPARE.value or _MODE.value != "ar"
@@ -226,9 +228,9 @@ def _prompts(tokenizer, from_demo):
     if not texts:
         if not from_demo:
             raise ValueError("no prompt: give --prompt or --prompt_file")
-        from ddtree_jax import models
+        from ddtree_jax.models import demo
 
-        texts = models.demo_prompts()
+        texts = demo.prompts()
         if not _COMPARE.value:
             texts = texts[:1]
     if _CHAT.value:

@@ -1,0 +1,163 @@
+"""The command line: its text, its JSON, and one line for everything that can be wrong with its input."""
+
+import json
+import os
+import pathlib
+import shutil
+import subprocess
+import sys
+
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from ddtree_jax.models import demo
+
+_SCRIPT = pathlib.Path(__file__).parents[2] / "examples" / "generate.py"
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory):
+    return str(tmp_path_factory.mktemp("compiled"))
+
+
+def _run(*arguments, cache=""):
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu"}
+    command = [sys.executable, str(_SCRIPT), f"--compilation_cache={cache}", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
+
+
+def _refused(*arguments):
+    """The one line of an invocation that must fail."""
+    done = _run(*arguments)
+    assert done.returncode != 0
+    lines = [line for line in done.stderr.splitlines() if line.strip()]
+    assert len(lines) == 1 and lines[0].startswith("error: "), done.stderr
+    return lines[0]
+
+
+def _copy(source, folder):
+    return pathlib.Path(shutil.copytree(source, folder / source.name))
+
+
+def test_text_figures_and_json(tmp_path, cache):
+    out = tmp_path / "out.json"
+    prompt = "import os\n\ndef read(path):\n"
+    done = _run(
+        f"--prompt={prompt}", "--prompt=x = [", "--max_new_tokens=24", f"--json={out}", cache=cache
+    )
+    assert done.returncode == 0, done.stderr
+    report = json.loads(out.read_text())
+    assert set(report) == {"mode", "device", "tokens_per_second", "completions"}
+    assert report["mode"] == "ddtree" and report["tokens_per_second"] > 0
+    first, second = report["completions"]
+    assert set(first) == {
+        "prompt",
+        "text",
+        "tokens",
+        "finish_reason",
+        "rounds",
+        "mean_accepted",
+    }
+    assert first["prompt"] == prompt and second["prompt"] == "x = ["
+    for one in (first, second):
+        assert one["prompt"] + one["text"] in done.stdout
+        if one["finish_reason"] == "length":
+            assert len(one["tokens"]) == 24
+        # All but the first token, which the prefill emits, come from rounds.
+        assert one["mean_accepted"] == pytest.approx((len(one["tokens"]) - 1) / one["rounds"])
+    last = done.stdout.strip().splitlines()[-1]
+    for word in ("tokens/s", "rounds", "accepted", "ddtree", "cpu"):
+        assert word in last
+
+    # One batch of both prompts, and another mode, give the same text.
+    again = tmp_path / "again.json"
+    done = _run(
+        f"--prompt={prompt}",
+        "--prompt=x = [",
+        "--max_new_tokens=24",
+        "--batch_size=2",
+        "--mode=ar",
+        f"--json={again}",
+        cache=cache,
+    )
+    assert done.returncode == 0, done.stderr
+    texts = [one["text"] for one in json.loads(again.read_text())["completions"]]
+    assert texts == [first["text"], second["text"]]
+
+
+def test_compare_prints_the_three_modes(tmp_path, cache):
+    prompts = tmp_path / "prompts.jsonl"
+    lines = [json.dumps({"prompt": text}) for text in demo.prompts()[:2]]
+    prompts.write_text("\n".join(lines) + "\n")
+    out = tmp_path / "out.json"
+    done = _run(
+        f"--prompt_file={prompts}", "--compare", "--max_new_tokens=16", f"--json={out}", cache=cache
+    )
+    assert done.returncode == 0, done.stderr
+    rows = json.loads(out.read_text())["compare"]
+    assert [row["mode"] for row in rows] == ["ar", "chain", "ddtree"]
+    for row in rows:
+        assert row["different"] == 0 and row["same"] + row["ties"] == 2
+        assert any(line.startswith(row["mode"]) for line in done.stdout.splitlines())
+    assert rows[0]["mean_accepted"] == 1.0
+
+
+def test_chat_prompts_end_where_the_assistant_begins(cache, tmp_path):
+    out = tmp_path / "out.json"
+    done = _run("--chat", "--prompt=Hello", "--max_new_tokens=4", f"--json={out}", cache=cache)
+    assert done.returncode == 0, done.stderr
+    assert len(json.loads(out.read_text())["completions"][0]["tokens"]) <= 4
+
+
+@pytest.mark.parametrize(
+    "arguments, words",
+    [
+        (["--checkpoint=/no/such/folder", "--mode=ar", "--prompt=x"], ["/no/such/folder"]),
+        (["--drafter=/no/such/folder", "--prompt=x"], ["/no/such/folder"]),
+        (["--prompt_file=/no/such/file"], ["/no/such/file"]),
+        (["--prompt="], ["empty"]),
+        (["--budget=-1"], ["budget", "-1"]),
+        (["--budget=257"], ["budget", "256"]),
+        (["--temperature=-1"], ["temperature"]),
+        (["--top_p=0"], ["top_p"]),
+        (["--mesh=2"], ["--mesh"]),
+        (["--json=/"], ["--json", "folder"]),
+        (["--json=/no/such/folder/x.json"], ["/no/such/folder"]),
+        (["--batch_size=0"], ["batch_size"]),
+        ([f"--checkpoint={demo.TARGET}", "--prompt=x"], ["--drafter"]),
+        ([f"--checkpoint={demo.TARGET}", "--mode=ar"], ["--prompt"]),
+        (["--prompt=" + "word " * 5000], ["4096", "context"]),
+    ],
+)
+def test_bad_flags(arguments, words):
+    line = _refused(*arguments)
+    for word in words:
+        assert word in line
+
+
+def test_damaged_checkpoints(tmp_path):
+    target = _copy(demo.TARGET, tmp_path)
+    weights = target / "model.safetensors"
+    whole = weights.read_bytes()
+
+    weights.write_bytes(whole[: len(whole) // 2])
+    assert "model.safetensors" in _refused(f"--checkpoint={target}", "--mode=ar", "--prompt=x")
+    weights.unlink()
+    assert "model.safetensors" in _refused(f"--checkpoint={target}", "--mode=ar", "--prompt=x")
+
+    weights.write_bytes(whole)
+    config = json.loads((target / "config.json").read_text())
+    del config["text_config"]["kv_lora_rank"]
+    (target / "config.json").write_text(json.dumps(config))
+    line = _refused(f"--checkpoint={target}", "--mode=ar", "--prompt=x")
+    assert "kv_lora_rank" in line and "config.json" in line
+
+    drafter = _copy(demo.DRAFTER, tmp_path)
+    tensors = load_file(drafter / "model.safetensors")
+    tensors["stray.weight"] = tensors["norm.weight"]
+    save_file(tensors, drafter / "model.safetensors")
+    assert "stray.weight" in _refused(f"--drafter={drafter}", "--prompt=x")
+    config = json.loads((drafter / "config.json").read_text())
+    config["hidden_size"] = 128
+    (drafter / "config.json").write_text(json.dumps(config))
+    assert "128" in _refused(f"--drafter={drafter}", "--prompt=x")

@@ -1,0 +1,303 @@
+"""Times the kernels on this machine's device, beside the floor and beside plain XLA.
+
+python examples/benchmark.py --suite=kernels --json=kernels.json
+
+Every call runs inside one jitted loop; the time a call is the difference between a long and a short loop divided by
+the difference of their lengths, so that neither dispatch nor the loop's start counts. The median of several such
+differences is printed. Inputs are random.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import pathlib
+import sys
+import time
+
+from absl import app, flags, logging
+
+_SUITE = flags.DEFINE_enum("suite", "kernels", ["kernels"], "What to time.")
+_JSON = flags.DEFINE_string("json", None, "Write the rows to this file.")
+_ONLY = flags.DEFINE_string("only", "", "Only rows whose kernel's name contains this.")
+_REPEATS = flags.DEFINE_integer("repeats", 7, "Differences to take the median of.")
+_SIZE = flags.DEFINE_enum(
+    "size", None, ["full", "small"], "K2.6's shapes, or ones for a CPU; by the device if not given."
+)
+_BANDWIDTH = flags.DEFINE_float(
+    "bandwidth", 4.42e12, "Bytes a second the device reads, for the floor."
+)
+_MATRIX_RATE = flags.DEFINE_float("matrix_rate", 7.2e14, "bf16 FLOP a second, for the floor.")
+
+
+@dataclasses.dataclass
+class Row:
+    """One line: times in microseconds, None where there is nothing to compare with."""
+
+    kernel: str
+    shape: str
+    time: float
+    floor: float | None = None
+    xla: float | None = None
+
+
+def main(argv):
+    if len(argv) > 1:
+        raise app.UsageError(f"unexpected argument {argv[1]!r}")
+    logging.set_verbosity(logging.WARNING)
+    import jax
+
+    full = _SIZE.value == "full" if _SIZE.value else jax.default_backend() != "cpu"
+    device = jax.devices()[0].device_kind
+    print(f"{device}, jax {jax.__version__}, median of {_REPEATS.value}, microseconds")
+    print(f"{'kernel':<15}{'shape':<34}{'time':>9}{'floor':>9}{'ratio':>7}{'XLA':>10}")
+    rows = []
+    for name, case in _cases(full):
+        if _ONLY.value not in name:
+            continue
+        row = case()
+        rows.append(row)
+        floor = f"{row.floor:9.1f}{row.time / row.floor:7.1f}" if row.floor else " " * 16
+        xla = f"{row.xla:10.1f}" if row.xla else ""
+        print(f"{row.kernel:<15}{row.shape:<34}{row.time:9.1f}{floor}{xla}", flush=True)
+    if _JSON.value:
+        report = {"device": device, "jax": jax.__version__, "argv": sys.argv[1:]}
+        report["rows"] = [dataclasses.asdict(row) for row in rows]
+        pathlib.Path(_JSON.value).write_text(json.dumps(report, indent=1) + "\n")
+
+
+def per_call(step, *operands, least=2e-3):
+    """Microseconds of `step(*operands)`, which returns an array or a tuple of arrays.
+
+    A loop carries a number that every call is made to depend on, so that no call is dropped or moved out. Operands
+    that a step returns in place (caches) are passed as `carried`.
+    """
+    import jax
+    import jax.numpy as jnp
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def loop(count, *operands):
+        def body(_, carry):
+            tied, carry = jax.lax.optimization_barrier((operands, carry))
+            out = jax.tree.leaves(step(*tied))
+            out, carry = jax.lax.optimization_barrier((out, carry))
+            # One number of each result keeps it alive; reading it costs next to nothing.
+            return carry + sum(x.ravel()[0].astype(jnp.float32) * 0 for x in out)
+
+        return jax.lax.fori_loop(0, count, body, jnp.float32(0))
+
+    return _difference(lambda count: loop(count, *operands).block_until_ready(), least)
+
+
+def per_update(step, cache, *operands, least=2e-3):
+    """Microseconds of `step(cache, *operands)`, which returns the cache, updated in place."""
+    import jax
+
+    @functools.partial(jax.jit, static_argnums=0, donate_argnums=1)
+    def loop(count, cache, *operands):
+        return jax.lax.fori_loop(0, count, lambda _, cache: step(cache, *operands), cache)
+
+    held = [cache]
+
+    def run(count):
+        held[0] = loop(count, held[0], *operands)
+        held[0].block_until_ready()
+
+    return _difference(run, least)
+
+
+def _difference(run, least):
+    """Median microseconds an iteration; loops long enough that `least` seconds lie between them."""
+
+    def seconds(count):
+        start = time.perf_counter()
+        run(count)
+        return time.perf_counter() - start
+
+    short, long = 4, 36
+    while True:
+        run(short), run(long)
+        if seconds(long) - seconds(short) > least or long > 20000:
+            break
+        short, long = 4 * short, 4 * long
+    times = sorted((seconds(long) - seconds(short)) / (long - short) for _ in range(_REPEATS.value))
+    return times[len(times) // 2] * 1e6
+
+
+def _cases(full):
+    vocab = 163840 if full else 4096
+    batches = (1, 8, 64) if full else (1,)
+    for batch in batches:
+        for k in (16, 64):
+            yield "draft_topk", functools.partial(_draft_topk, batch, vocab, k)
+    for batch in batches:
+        for budget in (16, 64, 256):
+            yield "tree_build", functools.partial(_tree_build, batch, budget)
+    for batch in batches:
+        yield "tree_accept", functools.partial(_tree_accept, batch, 64)
+    layers = 61 if full else 6
+    for batch in batches[:2]:
+        yield "append_latents", functools.partial(_append, layers, batch, 17)
+        yield "commit_path", functools.partial(_commit, layers, batch)
+    shapes = (
+        [(1, 2048, 16), (1, 8192, 16), (1, 8192, 64), (8, 8192, 64), (8, 32768, 64)]
+        if full
+        else [(1, 512, 4), (1, 4096, 4)]
+    )
+    for batch, prefix, heads in shapes:
+        for nodes in (1, 17, 65):
+            yield "verify_attn", functools.partial(_verify_attn, full, batch, prefix, heads, nodes)
+
+
+def _floor(moved, work=0):
+    """Microseconds that the bytes or the bf16 arithmetic alone take; a GPU's rates say nothing of a CPU."""
+    import jax
+
+    if jax.default_backend() == "cpu":
+        return None
+    return max(moved / _BANDWIDTH.value, work / _MATRIX_RATE.value) * 1e6
+
+
+def _random(shape, dtype="bfloat16", seed=0):
+    import jax
+    import jax.numpy as jnp
+
+    return jax.random.normal(jax.random.key(seed), shape, jnp.dtype(dtype))
+
+
+def _candidates(batch, k, depth=7):
+    import jax.numpy as jnp
+
+    from ddtree_jax import draft_topk
+
+    log_probs, token_ids = draft_topk(_random((batch, depth, 4096)) * 3, k)
+    return log_probs, token_ids, jnp.zeros((batch,), jnp.int32)
+
+
+def _draft_topk(batch, vocab, k):
+    import jax
+    import jax.numpy as jnp
+
+    from ddtree_jax import draft_topk
+
+    logits = _random((batch, 7, vocab))
+
+    def plain(logits):
+        wide = logits.astype(jnp.float32)
+        top, ids = jax.lax.top_k(logits, k)
+        return top.astype(jnp.float32) - jax.nn.logsumexp(wide, axis=-1, keepdims=True), ids
+
+    return Row(
+        "draft_topk",
+        f"B {batch} L 7 V {vocab} K {k} bf16",
+        per_call(lambda x: draft_topk(x, k), logits),
+        _floor(logits.nbytes),
+        per_call(plain, logits),
+    )
+
+
+def _tree_build(batch, budget):
+    from ddtree_jax import tree_build
+
+    operands = _candidates(batch, budget)
+
+    def step(*operands):
+        return tree_build(*operands, budget=budget, keep_spine=True)
+
+    return Row("tree_build", f"B {batch} L 7 K {budget} budget {budget}", per_call(step, *operands))
+
+
+def _tree(batch, budget):
+    from ddtree_jax import tree_build
+
+    return tree_build(*_candidates(batch, max(budget, 1)), budget=budget, keep_spine=True)
+
+
+def _tree_accept(batch, budget):
+    import jax.numpy as jnp
+
+    from ddtree_jax import tree_accept
+
+    tree = _tree(batch, budget)
+    # A target that agrees with every first child: the longest walk.
+    child = jnp.maximum(tree.next_token, 0)
+    target = jnp.take_along_axis(tree.tokens, child, axis=1)
+    return Row("tree_accept", f"B {batch} N {budget + 1}", per_call(tree_accept, tree, target))
+
+
+def _append(layers, batch, nodes):
+    import jax.numpy as jnp
+
+    from ddtree_jax import append_latents
+
+    cache, rows = _random((layers, batch, 4096, 576)), _random((batch, nodes, 576))
+    lengths = jnp.full((batch,), 2048, jnp.int32)
+
+    def step(cache, rows, lengths):
+        return append_latents(cache, rows, lengths, layer=layers // 2)
+
+    floor = _floor(2 * rows.nbytes)
+    time = per_update(step, cache, rows, lengths)
+    return Row("append_latents", f"layers {layers} B {batch} N {nodes} bf16", time, floor)
+
+
+def _commit(layers, batch):
+    import jax.numpy as jnp
+
+    from ddtree_jax import AcceptedPath, commit_path
+
+    cache = _random((layers, batch, 4096, 576))
+    lengths = jnp.full((batch,), 2048, jnp.int32)
+    nodes = jnp.broadcast_to(jnp.array([0, 2, 3, 5, 7, 9, 12, 15], jnp.int32), (batch, 8))
+    count = jnp.full((batch,), 8, jnp.int32)
+    path = AcceptedPath(nodes, nodes, count, jnp.zeros((batch,), bool))
+
+    def step(cache, path, lengths):
+        return commit_path(cache, path, lengths)
+
+    floor = _floor(2 * layers * batch * 7 * 1152)
+    time = per_update(step, cache, path, lengths)
+    return Row("commit_path", f"layers {layers} B {batch} path 8 bf16", time, floor)
+
+
+def _verify_attn(full, batch, prefix, heads, nodes):
+    import jax
+    import jax.numpy as jnp
+
+    from ddtree_jax import verify_attn
+
+    dtype = "bfloat16" if full else "float32"
+    query = _random((batch, nodes, heads, 576), dtype)
+    cache = _random((1, batch, prefix + nodes, 576), dtype, 1)
+    lengths = jnp.full((batch,), prefix, jnp.int32)
+    tree = _tree(batch, nodes - 1)
+
+    def step(query, cache, lengths, tree):
+        return verify_attn(query, cache, lengths, tree, scale=0.1447, layer=0)
+
+    def plain(query, cache, lengths, tree):
+        rows = cache[0]
+        scores = jnp.einsum("bnhd,bsd->bnhs", query, rows, preferred_element_type=jnp.float32)
+        bits = jnp.arange(nodes)
+        words = jnp.take(tree.ancestors, bits // 32, axis=2)
+        seen = (words >> (bits % 32).astype(jnp.uint32)) & 1
+        seen = jnp.concatenate([jnp.ones((batch, nodes, prefix), bool), seen == 1], axis=-1)
+        weights = jax.nn.softmax(jnp.where(seen[:, :, None], scores * 0.1447, -jnp.inf))
+        return jnp.einsum("bnhs,bsd->bnhd", weights.astype(query.dtype), rows[..., :512])
+
+    work = 2 * batch * nodes * heads * (prefix + nodes) * (576 + 512)
+    floor = _floor(cache.nbytes, work)
+    operands = (query, cache, lengths, tree)
+    scores = batch * nodes * heads * (prefix + nodes) * 4
+    return Row(
+        "verify_attn",
+        f"B {batch} P {prefix} H {heads} N {nodes} {'bf16' if full else 'f32'}",
+        per_call(step, *operands),
+        floor,
+        per_call(plain, *operands) if scores < 4e9 else None,
+    )
+
+
+if __name__ == "__main__":
+    app.run(main)

@@ -24,7 +24,7 @@ def kernel_primitive(
     result_batch_axes: Sequence[int],
     attributes: Sequence[str] = (),
     aliases: dict[int, int] | None = None,
-    workspace: Callable | None = None,
+    workspace: dict[str, Callable] | None = None,
 ) -> jax.extend.core.Primitive:
     """Makes the primitive of the kernel `ddtree_{name}`.
 
@@ -35,8 +35,8 @@ def kernel_primitive(
       result_batch_axes: each result's.
       attributes: which parameters the handler takes; it reads the others off the shapes.
       aliases: operand index -> result index that is the same buffer.
-      workspace: (*avals, **parameters) -> bytes of scratch for CUDA; an extra result, so that XLA
-        owns the memory. The CPU needs none.
+      workspace: platform -> (*avals, **parameters) -> bytes of scratch; an extra result, so that XLA
+        owns the memory.
 
     Returns:
       A primitive with multiple results.
@@ -52,8 +52,9 @@ def kernel_primitive(
         def run(*operands, **parameters):
             avals = [jax.typeof(operand) for operand in operands]
             results = list(shapes(*avals, **parameters))
-            if platform == "cuda" and workspace is not None:
-                results.append(jax.ShapeDtypeStruct((workspace(*avals, **parameters),), jnp.uint8))
+            if platform in (workspace or {}):
+                size = workspace[platform](*avals, **parameters)
+                results.append(jax.ShapeDtypeStruct((size,), jnp.uint8))
             outputs = jax.ffi.ffi_call(
                 f"ddtree_{name}",
                 results,

@@ -61,11 +61,13 @@ _verify_attn = kernel_primitive(
     batch_axes=(0, 1, 0, 0, 0, None),
     result_batch_axes=(0,),
     attributes=("scale",),
-    workspace=lambda query, cache, *_, scale: workspace_bytes(
-        "verify_attn_workspace",
-        query.shape[0],
-        cache.shape[2],
-        *query.shape[1:3],
-        int(query.dtype == jnp.bfloat16),
-    ),
+    workspace={
+        "cuda": lambda query, cache, *_, scale: workspace_bytes(
+            "verify_attn_workspace",
+            query.shape[0],
+            cache.shape[2],
+            *query.shape[1:3],
+            int(query.dtype == jnp.bfloat16),
+        )
+    },
 )

@@ -92,6 +92,8 @@ _expert_mlp = kernel_primitive(
     lambda x, *_: [jax.ShapeDtypeStruct(x.shape, x.dtype)],
     batch_axes=(0, 0, 0, None, None, None, None),
     result_batch_axes=(0,),
+    # Each chosen expert's output for each token, before they are weighed and summed.
+    workspace={"cpu": lambda x, ids, *_: 4 * ids.size * x.shape[1]},
 )
 mlir.register_lowering(
     _expert_mlp, mlir.lower_fun(_scan_over_experts, multiple_results=True), platform="cuda"

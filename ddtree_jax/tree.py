@@ -154,7 +154,9 @@ _draft_topk = kernel_primitive(
     batch_axes=(0,),
     result_batch_axes=(0, 0),
     attributes=(),
-    workspace=lambda logits, *, k: workspace_bytes("draft_topk_workspace", *logits.shape, k),
+    workspace={
+        "cuda": lambda logits, *, k: workspace_bytes("draft_topk_workspace", *logits.shape, k)
+    },
 )
 
 
@@ -171,7 +173,9 @@ _tree_build = kernel_primitive(
     batch_axes=(0, 0, 0, 0),
     result_batch_axes=(0,) * 8,
     attributes=("keep_spine",),
-    workspace=lambda log_probs, *_, budget, keep_spine: workspace_bytes(
-        "tree_build_workspace", *log_probs.shape, budget
-    ),
+    workspace={
+        "cuda": lambda log_probs, *_, budget, keep_spine: workspace_bytes(
+            "tree_build_workspace", *log_probs.shape, budget
+        )
+    },
 )

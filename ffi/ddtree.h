@@ -160,11 +160,13 @@ typedef struct {
   const uint16_t* gate_up_scale;  // [E, 2 I, D / 32] bf16
   const int32_t* down;            // [E, D, I / 8]
   const uint16_t* down_scale;     // [E, D, I / 32] bf16
+  float* partial;                 // [T, k, D] scratch
   void* out;                      // [T, D] of `dtype`
   int64_t tokens, top_k, experts, hidden, inner;  // T, k, E, D, I; D and I multiples of 32
   int32_t dtype;
 } ddtree_expert_mlp_args;
-int ddtree_expert_mlp_cpu(const ddtree_expert_mlp_args* args, int64_t task, int64_t tasks);
+int ddtree_expert_mlp_cpu(const ddtree_expert_mlp_args* args, int64_t task, int64_t tasks);  // fills `partial`
+int ddtree_expert_mlp_sum_cpu(const ddtree_expert_mlp_args* args);  // then, once: `partial` to `out`
 
 #ifdef __cplusplus
 }  // extern "C"

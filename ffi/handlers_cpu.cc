@@ -3,7 +3,9 @@
 // The heavy kernels share their work out over XLA's thread pool and return a future; the pool is never waited for,
 // since a handler may be running on it. Small work, and the other kernels, run where they are called.
 #include <algorithm>
+#include <atomic>
 #include <cstdint>
+#include <memory>
 
 #include "ffi/handlers.h"
 
@@ -13,17 +15,24 @@ namespace {
 // Below this much arithmetic a task on the pool costs more than it saves.
 constexpr double kWorthATask = 4e5;
 
+// Runs the kernel in as many tasks as the work is worth, and `finish` after the last of them.
 template <typename Args>
 ffi::Future Spread(ffi::ThreadPool& pool, const Args& args, int (*kernel)(const Args*, int64_t, int64_t), double work,
-                   int64_t items) {
+                   int64_t items, int (*finish)(const Args*) = nullptr) {
   const int64_t most = std::min<int64_t>({pool.num_threads(), items, static_cast<int64_t>(work / kWorthATask)});
   const int64_t tasks = std::max<int64_t>(1, most);
   ffi::CountDownPromise promise(tasks);
   ffi::Future future(promise);
-  for (int64_t task = 1; task < tasks; ++task) {
-    pool.Schedule([=]() mutable { promise.CountDown(1, Status(kernel(&args, task, tasks))); });
-  }
-  promise.CountDown(1, Status(kernel(&args, 0, tasks)));
+  auto left = std::make_shared<std::atomic<int64_t>>(tasks);
+  auto run = [=](int64_t task) mutable {
+    int status = kernel(&args, task, tasks);
+    if (left->fetch_sub(1, std::memory_order_acq_rel) == 1 && finish != nullptr && status == DDTREE_OK) {
+      status = finish(&args);
+    }
+    promise.CountDown(1, Status(status));
+  };
+  for (int64_t task = 1; task < tasks; ++task) pool.Schedule([=]() mutable { run(task); });
+  run(0);
   return future;
 }
 
@@ -81,12 +90,13 @@ ffi::Error CommitPath(Any cache, Any nodes, Any num_emitted, Any lengths, Out ou
 }
 
 ffi::Future ExpertMlp(ffi::ThreadPool pool, Any x, Any ids, Any weights, Any gate_up, Any gate_up_scale, Any down,
-                      Any down_scale, Out out) {
+                      Any down_scale, Out out, Out partial) {
   ddtree_expert_mlp_args args{};
-  ffi::Error error = ExpertMlpArgs(x, ids, weights, gate_up, gate_up_scale, down, down_scale, out, &args);
+  ffi::Error error = ExpertMlpArgs(x, ids, weights, gate_up, gate_up_scale, down, down_scale, out, partial, &args);
   if (error.failure()) return Failed(error);
   const double pairs = static_cast<double>(args.tokens * args.top_k);
-  return Spread(pool, args, ddtree_expert_mlp_cpu, 3.0 * pairs * args.hidden * args.inner, args.tokens);
+  return Spread(pool, args, ddtree_expert_mlp_cpu, 3.0 * pairs * args.hidden * args.inner, args.experts,
+                ddtree_expert_mlp_sum_cpu);
 }
 
 }  // namespace
@@ -109,6 +119,6 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(CommitPathCpu, CommitPath,
                               ffi::Ffi::Bind().Arg<Any>().Arg<Any>().Arg<Any>().Arg<Any>().Ret<Any>());
 XLA_FFI_DEFINE_HANDLER_SYMBOL(ExpertMlpCpu, ExpertMlp,
                               ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().Arg<Any>().Arg<Any>().Arg<Any>().Arg<Any>()
-                                  .Arg<Any>().Arg<Any>().Arg<Any>().Ret<Any>());
+                                  .Arg<Any>().Arg<Any>().Arg<Any>().Ret<Any>().Ret<Any>());
 
 }  // namespace ddtree

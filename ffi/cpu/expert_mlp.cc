@@ -1,8 +1,8 @@
 // Routed experts with packed int4 weights: each chosen expert's rows are unpacked once, a few at a time, and applied to
-// every token of the task that chose it.
+// every token that chose it.
 //
-// Tasks take disjoint tokens, and a token sums its experts in ascending order, so that its result depends on neither
-// the other tokens nor the number of tasks.
+// Tasks take disjoint experts and leave what each makes of each token in `partial`; a second pass weighs and sums that in
+// the order of the token's choices, so that its result depends on neither the other tokens nor the number of tasks.
 #include <algorithm>
 #include <cmath>
 #include <vector>
@@ -20,9 +20,6 @@ namespace {
 
 constexpr int64_t kGroup = 32;  // inputs that share a scale
 constexpr int64_t kRows = 4;    // weight rows that are unpacked together: one read of a token's numbers serves them all
-constexpr int64_t kLanes = 16;
-
-typedef float Vec __attribute__((vector_size(kLanes * 4), aligned(4), may_alias));
 typedef float Half __attribute__((vector_size(32), aligned(4), may_alias));
 typedef uint32_t Ints __attribute__((vector_size(32)));
 typedef int32_t SignedInts __attribute__((vector_size(32), may_alias));
@@ -108,86 +105,111 @@ void Interleave(float* x, int64_t count) {
   }
 }
 
-inline float Silu(float x) { return x / (1.0f + std::exp(-x)); }
-
-struct Pair {
-  int64_t token;  // in the task
-  float weight;
-};
+// gate = silu(gate) * up. exp(-|x|) cannot overflow, and either form of the sigmoid follows from it.
+DDTREE_CLONES void Swiglu(float* gate, const float* up, int64_t count) {
+  for (int64_t i = 0; i < count; ++i) {
+    const float x = gate[i], e = Exp(x < 0 ? x : -x);
+    gate[i] = x * (x < 0 ? e : 1.0f) / (1.0f + e) * up[i];
+  }
+}
 
 struct Scratch {
-  std::vector<float> x, out, inner, rows;
-  std::vector<Pair> pairs;
+  std::vector<float> x, inner, rows;
+  std::vector<int64_t> counts, loads, pairs;
 };
 
+// Marks the experts of this task in `counts` (how many choices fell on each, 0 for other tasks' experts): each goes to
+// the task with the least work so far.
+void Share(const ddtree_expert_mlp_args& a, int64_t task, int64_t tasks, Scratch* s) {
+  s->counts.assign(a.experts, 0);
+  s->loads.assign(tasks, 0);
+  for (int64_t p = 0; p < a.tokens * a.top_k; ++p) {
+    if (a.expert_ids[p] >= 0 && a.expert_ids[p] < a.experts) ++s->counts[a.expert_ids[p]];
+  }
+  for (int64_t& count : s->counts) {
+    if (count == 0) continue;
+    const auto least = std::min_element(s->loads.begin(), s->loads.end());
+    *least += 2 + count;  // unpacking costs about as much as two tokens
+    if (least - s->loads.begin() != task) count = 0;
+  }
+}
+
 template <typename T>
-void Run(const ddtree_expert_mlp_args& a, int64_t first, int64_t count, Scratch* s) {
-  const int64_t d = a.hidden, inner = a.inner;
+void Run(const ddtree_expert_mlp_args& a, int64_t task, int64_t tasks, Scratch* s) {
+  const int64_t d = a.hidden, inner = a.inner, tokens = a.tokens;
   const auto unpack = kWide ? UnpackWide : Unpack;
   const auto dot = kWide ? DotWide : Dot;
-  const T* x = static_cast<const T*>(a.x) + first * d;
-  T* out = static_cast<T*>(a.out) + first * d;
-  s->x.resize(count * d);
-  s->out.assign(count * d, 0.0f);
+  Share(a, task, tasks, s);
   s->rows.resize(kRows * std::max(d, inner));
-  for (int64_t i = 0; i < count * d; ++i) {
+  s->x.resize(tokens * d);
+  const T* x = static_cast<const T*>(a.x);
+  for (int64_t i = 0; i < tokens * d; ++i) {
     if constexpr (sizeof(T) == 2) s->x[i] = FromBf16(x[i]); else s->x[i] = x[i];
   }
-  if (kWide) Interleave(s->x.data(), count * d);
+  if (kWide) Interleave(s->x.data(), tokens * d);
   for (int64_t e = 0; e < a.experts; ++e) {
+    if (s->counts[e] == 0) continue;
     s->pairs.clear();
-    for (int64_t t = 0; t < count; ++t) {
-      for (int64_t j = 0; j < a.top_k; ++j) {
-        const int64_t at = (first + t) * a.top_k + j;
-        if (a.expert_ids[at] == e) s->pairs.push_back({t, a.expert_weights[at]});
-      }
+    for (int64_t p = 0; p < tokens * a.top_k; ++p) {
+      if (a.expert_ids[p] == e) s->pairs.push_back(p);
     }
-    if (s->pairs.empty()) continue;
     // [pair, 2 I]: gate and up, then their product in the gate's place.
     s->inner.resize(s->pairs.size() * 2 * inner);
     for (int64_t r = 0; r < 2 * inner; r += kRows) {
       const int64_t row = e * 2 * inner + r;
       unpack(a.gate_up + row * (d / 8), a.gate_up_scale + row * (d / kGroup), kRows, d, s->rows.data());
-      for (size_t p = 0; p < s->pairs.size(); ++p) {
-        dot(s->rows.data(), &s->x[s->pairs[p].token * d], d, &s->inner[p * 2 * inner + r]);
+      for (size_t i = 0; i < s->pairs.size(); ++i) {
+        dot(s->rows.data(), &s->x[s->pairs[i] / a.top_k * d], d, &s->inner[i * 2 * inner + r]);
       }
     }
-    for (size_t p = 0; p < s->pairs.size(); ++p) {
-      float* gate = &s->inner[p * 2 * inner];
-      for (int64_t i = 0; i < inner; ++i) gate[i] = Silu(gate[i]) * gate[inner + i];
+    for (size_t i = 0; i < s->pairs.size(); ++i) {
+      float* gate = &s->inner[i * 2 * inner];
+      Swiglu(gate, gate + inner, inner);
       if (kWide) Interleave(gate, inner);
     }
     for (int64_t r = 0; r < d; r += kRows) {
       const int64_t row = e * d + r;
       unpack(a.down + row * (inner / 8), a.down_scale + row * (inner / kGroup), kRows, inner, s->rows.data());
-      for (size_t p = 0; p < s->pairs.size(); ++p) {
-        float y[kRows];
-        dot(s->rows.data(), &s->inner[p * 2 * inner], inner, y);
-        float* total = &s->out[s->pairs[p].token * d + r];
-        for (int i = 0; i < kRows; ++i) total[i] += s->pairs[p].weight * y[i];
+      for (size_t i = 0; i < s->pairs.size(); ++i) {
+        dot(s->rows.data(), &s->inner[i * 2 * inner], inner, a.partial + s->pairs[i] * d + r);
       }
     }
   }
-  for (int64_t i = 0; i < count * d; ++i) {
-    if constexpr (sizeof(T) == 2) out[i] = ToBf16(s->out[i]); else out[i] = s->out[i];
+}
+
+template <typename T>
+void Weigh(const ddtree_expert_mlp_args& a) {
+  const int64_t d = a.hidden;
+  for (int64_t t = 0; t < a.tokens; ++t) {
+    T* out = static_cast<T*>(a.out) + t * d;
+    for (int64_t i = 0; i < d; ++i) {
+      float total = 0;
+      for (int64_t p = t * a.top_k; p < (t + 1) * a.top_k; ++p) {
+        if (a.expert_ids[p] < 0 || a.expert_ids[p] >= a.experts) continue;
+        total += a.expert_weights[p] * a.partial[p * d + i];
+      }
+      if constexpr (sizeof(T) == 2) out[i] = ToBf16(total); else out[i] = total;
+    }
   }
+}
+
+bool Served(const ddtree_expert_mlp_args& a) {
+  return a.hidden % kGroup == 0 && a.inner % kGroup == 0 && a.tokens >= 0 && a.top_k >= 0;
 }
 
 }  // namespace
 }  // namespace ddtree
 
 int ddtree_expert_mlp_cpu(const ddtree_expert_mlp_args* a, int64_t task, int64_t tasks) {
-  if (a->hidden % ddtree::kGroup || a->inner % ddtree::kGroup || a->tokens < 0 || a->top_k < 0 || tasks < 1) {
-    return DDTREE_INVALID_ARGUMENT;
-  }
+  if (!ddtree::Served(*a) || tasks < 1) return DDTREE_INVALID_ARGUMENT;
   // Grows to the largest call's size and stays: one per pool thread.
   static thread_local ddtree::Scratch scratch;
-  const int64_t first = a->tokens * task / tasks, count = a->tokens * (task + 1) / tasks - first;
-  if (count == 0) return DDTREE_OK;
-  if (a->dtype == DDTREE_BF16) {
-    ddtree::Run<uint16_t>(*a, first, count, &scratch);
-  } else {
-    ddtree::Run<float>(*a, first, count, &scratch);
-  }
+  (a->dtype == DDTREE_BF16 ? ddtree::Run<uint16_t> : ddtree::Run<float>)(*a, task, tasks, &scratch);
+  return DDTREE_OK;
+}
+
+int ddtree_expert_mlp_sum_cpu(const ddtree_expert_mlp_args* a) {
+  if (!ddtree::Served(*a)) return DDTREE_INVALID_ARGUMENT;
+  (a->dtype == DDTREE_BF16 ? ddtree::Weigh<uint16_t> : ddtree::Weigh<float>)(*a);
   return DDTREE_OK;
 }

@@ -1,0 +1,658 @@
+// Absorbed MLA attention of a tree's rows over the whole prefix and over their ancestors.
+//
+// bfloat16: a block keeps 64 rows (node and head, heads fastest) and walks the cache 32 rows at a time, so that one read
+// of the cache serves them all. Eight warps are two groups of 32 rows by four that share the row's numbers: of every 64
+// numbers, warp `part` has 16. It holds the group's query for its numbers and the output for its columns in registers,
+// the only place with room for them beside two 32-row stages in 99 KB of shared memory. Scores of a step are sums over
+// the four warps: each warp owns eight rows, receives the others' parts of them through shared memory, does their
+// softmax, and gives the weights back as the fragments that the second product takes.
+//
+// The work of a launch is all 32-row steps of all 64-row tiles, one after the other. Every block computes from `lengths`
+// and `num_nodes` how many there are and takes an equal run of them, so the grid depends on nothing but the shapes. A
+// tile that is cut between blocks leaves parts in the workspace, which a second launch merges.
+//
+// float32: plain arithmetic, a block for each row.
+#include <cuda_bf16.h>
+#include <cuda_runtime.h>
+#include <float.h>
+#include <stdint.h>
+
+#include <algorithm>
+
+#include "ffi/cuda/launch.h"
+#include "ffi/ddtree.h"
+
+namespace {
+
+constexpr int kThreads = 256;
+constexpr int kWarps = kThreads / 32;
+constexpr int kTileRows = 64;   // query rows of a block
+constexpr int kGroupRows = 32;  // of four warps
+constexpr int kParts = 4;       // warps that share a group's rows
+constexpr int kStep = 32;       // cache rows of a step
+constexpr int kRowBytes = DDTREE_ROW_DIM * 2;
+constexpr int kStageBytes = kStep * kRowBytes;
+constexpr int kStages = 2;
+constexpr int kKSteps = DDTREE_ROW_DIM / 64;     // 16-number slices of a warp in the first product
+constexpr int kColumns = DDTREE_LATENT_DIM / 64;  // 16-column slices of a warp in the second
+constexpr int kExchange = 1024;  // bytes of scores that a warp sends to another
+constexpr int kExchangeOffset = kStages * kStageBytes;
+constexpr int kFactorOffset = kExchangeOffset + kWarps * (kParts - 1) * kExchange;
+constexpr int kSharedBytes = kFactorOffset + kTileRows * 4;
+static_assert(kSharedBytes <= 99 * 1024, "the smallest opt-in limit among sm_80 and later");
+
+constexpr int kMaxBlocks = 256;  // of the persistent grid
+constexpr int kMinRun = 4;       // steps below which another block costs more than it saves
+constexpr int kPartFloats = kTileRows * (DDTREE_LATENT_DIM + 2);  // output, then maxima, then sums
+constexpr int kNodeBits = 32;
+
+struct Problem {
+  const __nv_bfloat16* query;
+  const __nv_bfloat16* cache;
+  const uint32_t* ancestors;
+  const int32_t* lengths;
+  const int32_t* num_nodes;
+  const int32_t* layer;
+  __nv_bfloat16* out;
+  float* parts;
+  int layers, batch, rows, nodes, heads, words;
+  float log2_scale;
+};
+
+struct Request {
+  int length;  // rows that every node sees
+  int nodes;   // real ones
+  int tiles;
+  int steps;   // of a tile
+};
+
+__device__ __forceinline__ Request request_of(const Problem& p, int b) {
+  Request r;
+  r.length = min(max(p.lengths[b], 0), p.rows - p.nodes);
+  r.nodes = min(max(p.num_nodes[b], 0), p.nodes);
+  r.tiles = (r.nodes * p.heads + kTileRows - 1) / kTileRows;
+  r.steps = (r.length + r.nodes + kStep - 1) / kStep;
+  return r;
+}
+
+// Sum of `value` over the lanes up to this one.
+__device__ __forceinline__ int64_t prefix_sum(int64_t value, int lane) {
+#pragma unroll
+  for (int d = 1; d < 32; d *= 2) {
+    const int64_t below = __shfl_up_sync(~0u, value, d);
+    if (lane >= d) value += below;
+  }
+  return value;
+}
+
+// Steps of the requests before `end`; all lanes call it and get the same.
+__device__ __forceinline__ int64_t steps_before(const Problem& p, int end, int lane) {
+  int64_t sum = 0;
+  for (int b = lane; b < end; b += 32) {
+    const Request r = request_of(p, b);
+    sum += static_cast<int64_t>(r.tiles) * r.steps;
+  }
+#pragma unroll
+  for (int d = 16; d > 0; d /= 2) sum += __shfl_xor_sync(~0u, sum, d);
+  return sum;
+}
+
+// Steps that each of `blocks` takes.
+__device__ __forceinline__ int64_t run_length(int64_t total, int blocks) {
+  const int64_t run = (total + blocks - 1) / blocks;
+  return run < kMinRun ? kMinRun : run;
+}
+
+// The request that holds step `at` of all, and the number of steps before it.
+__device__ __forceinline__ int find_request(const Problem& p, int64_t at, int lane, int64_t* before) {
+  int64_t sum = 0;
+  for (int first = 0; first < p.batch; first += 32) {
+    int64_t steps = 0;
+    if (first + lane < p.batch) {
+      const Request r = request_of(p, first + lane);
+      steps = static_cast<int64_t>(r.tiles) * r.steps;
+    }
+    const int64_t end = sum + prefix_sum(steps, lane);
+    const unsigned past = __ballot_sync(~0u, end > at);
+    if (past != 0) {
+      const int found = __ffs(past) - 1;
+      *before = __shfl_sync(~0u, end - steps, found);
+      return first + found;
+    }
+    sum = __shfl_sync(~0u, end, 31);
+  }
+  *before = sum;
+  return p.batch;
+}
+
+__device__ __forceinline__ void load_b(uint32_t (&b)[4], uint32_t address) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(b[0]), "=r"(b[1]), "=r"(b[2]), "=r"(b[3])
+               : "r"(address)
+               : "memory");
+}
+
+__device__ __forceinline__ void load_b_transposed(uint32_t (&b)[4], uint32_t address) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(b[0]), "=r"(b[1]), "=r"(b[2]), "=r"(b[3])
+               : "r"(address)
+               : "memory");
+}
+
+__device__ __forceinline__ void multiply(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+  asm volatile(
+      "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+      "{%0, %1, %2, %3};"
+      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+__device__ __forceinline__ void copy16(uint32_t to, const void* from) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
+}
+
+__device__ __forceinline__ void copy16_or_zero(uint32_t to, const void* from, bool valid) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(valid ? 16 : 0) : "memory");
+}
+
+__device__ __forceinline__ void group_barrier(int group) {
+  asm volatile("bar.sync %0, %1;" ::"r"(1 + group), "n"(kParts * 32) : "memory");
+}
+
+__device__ __forceinline__ uint32_t pack(float low, float high) {
+  const __nv_bfloat162 pair = __floats2bfloat162_rn(low, high);
+  return *reinterpret_cast<const uint32_t*>(&pair);
+}
+
+// A pair of bfloat16 with infinities and NaN made zero.
+__device__ __forceinline__ uint32_t finite(uint32_t pair) {
+  if ((pair & 0x7f80u) == 0x7f80u) pair &= 0xffff0000u;
+  if ((pair & 0x7f800000u) == 0x7f800000u) pair &= 0x0000ffffu;
+  return pair;
+}
+
+// Starts the copy of cache rows [first, first + 32) of one request to a stage; rows from `end` on become zeros. A row's
+// 16-byte chunk c lies at c ^ (row % 8), which keeps ldmatrix free of bank conflicts. A warp copies four rows.
+__device__ __forceinline__ void load_step(uint32_t stage, const __nv_bfloat16* cache, int first, int end, int warp,
+                                          int lane) {
+  const int row = warp * 4, tail_row = row + lane / 8;
+  const char* from = reinterpret_cast<const char*>(cache + static_cast<int64_t>(first + row) * DDTREE_ROW_DIM);
+  const uint32_t to = stage + row * kRowBytes;
+  const uint32_t tail_to = stage + tail_row * kRowBytes + 1024 + ((lane % 8 ^ tail_row % 8) << 4);
+  const int tail_from = lane / 8 * kRowBytes + 1024 + lane % 8 * 16;
+  if (first + kStep <= end) {
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      const uint32_t chunk = to + j * kRowBytes + ((lane ^ (row % 8 + j)) << 4);
+      copy16(chunk, from + lane * 16 + j * kRowBytes);
+      copy16(chunk + 512, from + lane * 16 + j * kRowBytes + 512);
+    }
+    copy16(tail_to, from + tail_from);
+  } else {
+    const char* inside = reinterpret_cast<const char*>(cache);
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      const uint32_t chunk = to + j * kRowBytes + ((lane ^ (row % 8 + j)) << 4);
+      const bool valid = first + row + j < end;
+      const char* source = valid ? from + lane * 16 + j * kRowBytes : inside;
+      copy16_or_zero(chunk, source, valid);
+      copy16_or_zero(chunk + 512, source + 512, valid);
+    }
+    const bool valid = first + tail_row < end;
+    copy16_or_zero(tail_to, valid ? from + tail_from : inside, valid);
+  }
+}
+
+__global__ void __launch_bounds__(kThreads, 1) attend(const Problem p) {
+  extern __shared__ __align__(1024) uint8_t shared[];
+  const uint32_t base = static_cast<uint32_t>(__cvta_generic_to_shared(shared));
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const int group = warp / kParts, part = warp % kParts;
+  const int layer = min(max(*p.layer, 0), p.layers - 1);
+  float* factors = reinterpret_cast<float*>(shared + kFactorOffset) + group * kGroupRows;
+  // Scores for the warp that owns rows 8 * owner .. of the group from its three partners, lane by lane; then its weights.
+  const auto exchange = [&](int owner) {
+    return reinterpret_cast<float4*>(shared + kExchangeOffset + (group * kParts + owner) * (kParts - 1) * kExchange) +
+           lane;
+  };
+
+  const int64_t run = run_length(steps_before(p, p.batch, lane), gridDim.x);
+  int64_t at = run * blockIdx.x, before;
+  int b = find_request(p, at, lane, &before);
+  int64_t left = run;
+
+  while (left > 0 && b < p.batch) {
+    const Request r = request_of(p, b);
+    if (at - before >= static_cast<int64_t>(r.tiles) * r.steps) {
+      before += static_cast<int64_t>(r.tiles) * r.steps;
+      ++b;
+      continue;
+    }
+    const int tile = static_cast<int>((at - before) / r.steps);
+    const int step0 = static_cast<int>((at - before) % r.steps);
+    const int step1 = static_cast<int>(min(static_cast<int64_t>(r.steps), step0 + left));
+    at += step1 - step0;
+    left -= step1 - step0;
+    const int real_rows = r.nodes * p.heads, end = r.length + r.nodes;
+    const __nv_bfloat16* cache =
+        p.cache + (static_cast<int64_t>(layer) * p.batch + b) * p.rows * DDTREE_ROW_DIM;
+
+    load_step(base + step0 % kStages * kStageBytes, cache, step0 * kStep, end, warp, lane);
+    asm volatile("cp.async.commit_group;" ::: "memory");
+
+    const int first_row = tile * kTileRows + group * kGroupRows;
+    uint32_t query[2][kKSteps][4];
+#pragma unroll
+    for (int m = 0; m < 2; ++m) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const int row = first_row + m * 16 + half * 8 + lane / 4;
+        const __nv_bfloat16* from =
+            p.query + (static_cast<int64_t>(b) * p.nodes * p.heads + min(row, real_rows - 1)) * DDTREE_ROW_DIM +
+            part * 16 + lane % 4 * 2;
+#pragma unroll
+        for (int k = 0; k < kKSteps; ++k) {
+          query[m][k][half] = row < real_rows ? *reinterpret_cast<const uint32_t*>(from + k * 64) : 0;
+          query[m][k][half + 2] = row < real_rows ? *reinterpret_cast<const uint32_t*>(from + k * 64 + 8) : 0;
+        }
+      }
+    }
+    float out[2][kColumns][2][4];
+#pragma unroll
+    for (int m = 0; m < 2; ++m)
+#pragma unroll
+      for (int k = 0; k < kColumns; ++k)
+#pragma unroll
+        for (int t = 0; t < 2; ++t)
+#pragma unroll
+          for (int e = 0; e < 4; ++e) out[m][k][t][e] = 0;
+    float maximum = -INFINITY, sum = 0;  // of the row that this lane's quad owns
+
+    for (int step = step0; step < step1; ++step) {
+      asm volatile("cp.async.wait_group 0;" ::: "memory");
+      __syncthreads();
+      if (step + 1 < step1) {
+        load_step(base + (step + 1) % kStages * kStageBytes, cache, (step + 1) * kStep, end, warp, lane);
+      }
+      asm volatile("cp.async.commit_group;" ::: "memory");
+      const uint32_t stage = base + step % kStages * kStageBytes;
+      const bool masked = (step + 1) * kStep > r.length;
+
+      float score[2][4][4];
+#pragma unroll
+      for (int m = 0; m < 2; ++m)
+#pragma unroll
+        for (int t = 0; t < 4; ++t)
+#pragma unroll
+          for (int e = 0; e < 4; ++e) score[m][t][e] = 0;
+      {
+        const int row = lane % 8 + lane / 16 * 8;
+        const uint32_t keys = stage + row * kRowBytes + (((part * 2 + lane / 8 % 2) ^ row % 8) << 4);
+#pragma unroll
+        for (int k = 0; k < kKSteps; ++k) {
+#pragma unroll
+          for (int t = 0; t < 4; t += 2) {
+            uint32_t key[4];
+            load_b(key, keys + k * 128 + t * 8 * kRowBytes);
+#pragma unroll
+            for (int m = 0; m < 2; ++m) {
+              multiply(score[m][t], query[m][k], key[0], key[1]);
+              multiply(score[m][t + 1], query[m][k], key[2], key[3]);
+            }
+          }
+        }
+      }
+      float own[4][2];
+#pragma unroll
+      for (int owner = 0; owner < kParts; ++owner) {
+        const int m = owner / 2, e = owner % 2 * 2;
+        if (owner != part) {
+          float4* to = exchange(owner) + (part - (part > owner)) * (kExchange / 16);
+          to[0] = make_float4(score[m][0][e], score[m][0][e + 1], score[m][1][e], score[m][1][e + 1]);
+          to[32] = make_float4(score[m][2][e], score[m][2][e + 1], score[m][3][e], score[m][3][e + 1]);
+        } else {
+#pragma unroll
+          for (int t = 0; t < 4; ++t) {
+            own[t][0] = score[m][t][e];
+            own[t][1] = score[m][t][e + 1];
+          }
+        }
+      }
+      if (masked) {
+        // A node's row may be NaN and is multiplied by zero for the nodes that do not see it. What is not finite has
+        // made the scores of those that do see it NaN by now.
+        __syncthreads();
+        for (int i = threadIdx.x; i < kStep * DDTREE_LATENT_DIM / 8; i += kThreads) {
+          const int row = i / 64;
+          uint4* chunk = reinterpret_cast<uint4*>(shared + (stage - base) + row * kRowBytes + (i % 64 << 4));
+          const uint4 x = *chunk;
+          *chunk = make_uint4(finite(x.x), finite(x.y), finite(x.z), finite(x.w));
+        }
+        __syncthreads();
+      } else {
+        group_barrier(group);
+      }
+      {
+        float4* from = exchange(part);
+#pragma unroll
+        for (int other = 0; other < kParts - 1; ++other) {
+          const float4 x = from[other * (kExchange / 16)], y = from[other * (kExchange / 16) + 32];
+          own[0][0] += x.x;
+          own[0][1] += x.y;
+          own[1][0] += x.z;
+          own[1][1] += x.w;
+          own[2][0] += y.x;
+          own[2][1] += y.y;
+          own[3][0] += y.z;
+          own[3][1] += y.w;
+        }
+        if (masked) {
+          const int row = first_row + part * 8 + lane / 4;
+          const int node = min(row / p.heads, r.nodes - 1);
+          const uint32_t* seen = p.ancestors + (static_cast<int64_t>(b) * p.nodes + node) * p.words;
+#pragma unroll
+          for (int t = 0; t < 4; ++t) {
+#pragma unroll
+            for (int e = 0; e < 2; ++e) {
+              const int j = step * kStep + t * 8 + lane % 4 * 2 + e - r.length;
+              const bool visible = j < 0 || (j < r.nodes && (seen[j / kNodeBits] >> (j % kNodeBits) & 1));
+              const float x = fabsf(own[t][e]) <= FLT_MAX ? own[t][e] * p.log2_scale : NAN;
+              own[t][e] = visible ? x : -INFINITY;
+            }
+          }
+        } else {
+#pragma unroll
+          for (int t = 0; t < 4; ++t) {
+            own[t][0] *= p.log2_scale;
+            own[t][1] *= p.log2_scale;
+          }
+        }
+        float top = maximum;
+#pragma unroll
+        for (int t = 0; t < 4; ++t) top = fmaxf(top, fmaxf(own[t][0], own[t][1]));
+        top = fmaxf(top, __shfl_xor_sync(~0u, top, 1));
+        top = fmaxf(top, __shfl_xor_sync(~0u, top, 2));
+        const float factor = top == maximum ? 1.0f : exp2f(maximum - top);
+        const float shift = top == -INFINITY ? 0.0f : top;  // nothing seen so far
+        maximum = top;
+        sum *= factor;
+        uint32_t weights[4];
+#pragma unroll
+        for (int t = 0; t < 4; ++t) {
+          const float x = exp2f(own[t][0] - shift), y = exp2f(own[t][1] - shift);
+          sum += x + y;
+          weights[t] = pack(x, y);
+        }
+        *reinterpret_cast<uint4*>(from) = make_uint4(weights[0], weights[1], weights[2], weights[3]);
+        if (lane % 4 == 0) factors[part * 8 + lane / 4] = factor;
+      }
+      group_barrier(group);
+
+      uint32_t weight[2][2][4];
+#pragma unroll
+      for (int m = 0; m < 2; ++m) {
+        const uint4 low = *reinterpret_cast<const uint4*>(exchange(m * 2));
+        const uint4 high = *reinterpret_cast<const uint4*>(exchange(m * 2 + 1));
+        weight[m][0][0] = low.x, weight[m][0][1] = high.x, weight[m][0][2] = low.y, weight[m][0][3] = high.y;
+        weight[m][1][0] = low.z, weight[m][1][1] = high.z, weight[m][1][2] = low.w, weight[m][1][3] = high.w;
+        const float f0 = factors[m * 16 + lane / 4], f1 = factors[m * 16 + lane / 4 + 8];
+        if (__any_sync(~0u, f0 != 1.0f || f1 != 1.0f)) {
+#pragma unroll
+          for (int k = 0; k < kColumns; ++k)
+#pragma unroll
+            for (int t = 0; t < 2; ++t) {
+              out[m][k][t][0] *= f0;
+              out[m][k][t][1] *= f0;
+              out[m][k][t][2] *= f1;
+              out[m][k][t][3] *= f1;
+            }
+        }
+      }
+      {
+        const int row = lane % 16;
+        const uint32_t values = stage + row * kRowBytes + (((part * 2 + lane / 16) ^ row % 8) << 4);
+#pragma unroll
+        for (int kk = 0; kk < 2; ++kk) {
+#pragma unroll
+          for (int k = 0; k < kColumns; ++k) {
+            uint32_t value[4];
+            load_b_transposed(value, values + kk * 16 * kRowBytes + k * 128);
+#pragma unroll
+            for (int m = 0; m < 2; ++m) {
+              multiply(out[m][k][0], weight[m][kk], value[0], value[1]);
+              multiply(out[m][k][1], weight[m][kk], value[2], value[3]);
+            }
+          }
+        }
+      }
+    }
+
+    sum += __shfl_xor_sync(~0u, sum, 1);
+    sum += __shfl_xor_sync(~0u, sum, 2);
+    __syncthreads();  // the stages and the factors are free
+    if (step0 == 0 && step1 == r.steps) {
+      if (lane % 4 == 0) factors[part * 8 + lane / 4] = 1.0f / sum;
+      group_barrier(group);
+#pragma unroll
+      for (int m = 0; m < 2; ++m) {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          const int row = first_row + m * 16 + half * 8 + lane / 4;
+          const float f = factors[m * 16 + half * 8 + lane / 4];
+          if (row < real_rows) {
+            __nv_bfloat16* to = p.out + (static_cast<int64_t>(b) * p.nodes * p.heads + row) * DDTREE_LATENT_DIM +
+                                part * 16 + lane % 4 * 2;
+#pragma unroll
+            for (int k = 0; k < kColumns; ++k)
+#pragma unroll
+              for (int t = 0; t < 2; ++t) {
+                *reinterpret_cast<uint32_t*>(to + k * 64 + t * 8) =
+                    pack(out[m][k][t][half * 2] * f, out[m][k][t][half * 2 + 1] * f);
+              }
+          }
+        }
+      }
+    } else {
+      float* part_out = p.parts + (2 * static_cast<int64_t>(blockIdx.x) + (step0 == 0)) * kPartFloats;
+      float* maxima = part_out + kTileRows * DDTREE_LATENT_DIM;
+      if (lane % 4 == 0) {
+        const int row = group * kGroupRows + part * 8 + lane / 4;
+        maxima[row] = maximum;
+        maxima[kTileRows + row] = sum;
+      }
+#pragma unroll
+      for (int m = 0; m < 2; ++m)
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          const int row = group * kGroupRows + m * 16 + half * 8 + lane / 4;
+          float* to = part_out + row * DDTREE_LATENT_DIM + part * 16 + lane % 4 * 2;
+#pragma unroll
+          for (int k = 0; k < kColumns; ++k)
+#pragma unroll
+            for (int t = 0; t < 2; ++t) {
+              *reinterpret_cast<float2*>(to + k * 64 + t * 8) =
+                  make_float2(out[m][k][t][half * 2], out[m][k][t][half * 2 + 1]);
+            }
+        }
+    }
+    __syncthreads();  // before the next tile's factors and stages
+  }
+}
+
+// A warp for each row: merges the parts of a tile that was cut, and gives rows past num_nodes their own latent.
+__global__ void __launch_bounds__(kThreads) merge(const Problem p, int blocks) {
+  const int lane = threadIdx.x % 32;
+  const int request_rows = p.nodes * p.heads;
+  const int64_t index = static_cast<int64_t>(blockIdx.x) * kWarps + threadIdx.x / 32;
+  const int b = static_cast<int>(index / request_rows), row = static_cast<int>(index % request_rows);
+  if (b >= p.batch) return;
+  const Request r = request_of(p, b);
+  uint32_t* out = reinterpret_cast<uint32_t*>(p.out + index * DDTREE_LATENT_DIM);
+  if (row >= r.nodes * p.heads) {
+    const int layer = min(max(*p.layer, 0), p.layers - 1);
+    const uint32_t* own = reinterpret_cast<const uint32_t*>(
+        p.cache + ((static_cast<int64_t>(layer) * p.batch + b) * p.rows + r.length + row / p.heads) * DDTREE_ROW_DIM);
+#pragma unroll
+    for (int c = lane; c < DDTREE_LATENT_DIM / 2; c += 32) out[c] = own[c];
+    return;
+  }
+  const int64_t run = run_length(steps_before(p, p.batch, lane), blocks);
+  const int64_t first = steps_before(p, b, lane) + static_cast<int64_t>(row / kTileRows) * r.steps;
+  const int64_t block0 = first / run, block1 = (first + r.steps - 1) / run;
+  if (block0 == block1) return;
+  const int tile_row = row % kTileRows;
+  const auto slot = [&](int64_t block) { return p.parts + (2 * block + (block == block0)) * kPartFloats; };
+  float top = -INFINITY;
+  for (int64_t block = block0; block <= block1; ++block) {
+    top = fmaxf(top, slot(block)[kTileRows * DDTREE_LATENT_DIM + tile_row]);
+  }
+  float sum = 0;
+  float2 total[DDTREE_LATENT_DIM / 64] = {};
+  for (int64_t block = block0; block <= block1; ++block) {
+    const float* from = slot(block);
+    const float maximum = from[kTileRows * DDTREE_LATENT_DIM + tile_row];
+    const float factor = maximum == top ? 1.0f : exp2f(maximum - top);
+    sum += factor * from[kTileRows * (DDTREE_LATENT_DIM + 1) + tile_row];
+    const float2* values = reinterpret_cast<const float2*>(from + tile_row * DDTREE_LATENT_DIM) + lane;
+#pragma unroll
+    for (int c = 0; c < DDTREE_LATENT_DIM / 64; ++c) {
+      const float2 x = values[c * 32];
+      total[c].x += factor * x.x;
+      total[c].y += factor * x.y;
+    }
+  }
+  const float inverse = 1.0f / sum;
+#pragma unroll
+  for (int c = 0; c < DDTREE_LATENT_DIM / 64; ++c) {
+    out[c * 32 + lane] = pack(total[c].x * inverse, total[c].y * inverse);
+  }
+}
+
+constexpr int kChunk = 128;  // cache rows of a step in float32
+
+__global__ void __launch_bounds__(kThreads) attend_f32(const float* query, const float* all_cache,
+                                                       const uint32_t* ancestors, const int32_t* lengths,
+                                                       const int32_t* num_nodes, const int32_t* all_layer, float* out,
+                                                       int layers, int batch, int rows, int nodes, int heads, int words,
+                                                       float scale) {
+  __shared__ float weights[kChunk];
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  const int64_t index = blockIdx.x;
+  const int node = static_cast<int>(index / heads % nodes), b = static_cast<int>(index / heads / nodes);
+  const int length = min(max(lengths[b], 0), rows - nodes), real = min(max(num_nodes[b], 0), nodes);
+  const int layer = min(max(*all_layer, 0), layers - 1);
+  const float* cache = all_cache + (static_cast<int64_t>(layer) * batch + b) * rows * DDTREE_ROW_DIM;
+  out += index * DDTREE_LATENT_DIM;
+  if (node >= real) {
+    for (int c = threadIdx.x; c < DDTREE_LATENT_DIM; c += kThreads) {
+      out[c] = cache[static_cast<int64_t>(length + node) * DDTREE_ROW_DIM + c];
+    }
+    return;
+  }
+  const uint32_t* seen = ancestors + (static_cast<int64_t>(b) * nodes + node) * words;
+  float q[DDTREE_ROW_DIM / 32];
+#pragma unroll
+  for (int c = 0; c < DDTREE_ROW_DIM / 32; ++c) q[c] = query[index * DDTREE_ROW_DIM + c * 32 + lane];
+  float maximum = -INFINITY, sum = 0, total[2] = {};
+  for (int first = 0; first < length + real; first += kChunk) {
+    for (int i = warp; i < kChunk; i += kWarps) {
+      const int j = first + i - length;
+      float x = -INFINITY;
+      if (j < 0 || (j < real && (seen[j / kNodeBits] >> (j % kNodeBits) & 1))) {
+        const float* key = cache + static_cast<int64_t>(first + i) * DDTREE_ROW_DIM;
+        x = 0;
+#pragma unroll
+        for (int c = 0; c < DDTREE_ROW_DIM / 32; ++c) x = fmaf(q[c], key[c * 32 + lane], x);
+#pragma unroll
+        for (int d = 16; d > 0; d /= 2) x += __shfl_xor_sync(~0u, x, d);
+        x = fabsf(x) <= FLT_MAX ? x * scale : NAN;
+      }
+      if (lane == 0) weights[i] = x;
+    }
+    __syncthreads();
+    float top = maximum;
+    for (int i = lane; i < kChunk; i += 32) top = fmaxf(top, weights[i]);
+#pragma unroll
+    for (int d = 16; d > 0; d /= 2) top = fmaxf(top, __shfl_xor_sync(~0u, top, d));
+    const float factor = top == maximum ? 1.0f : expf(maximum - top);
+    const float shift = top == -INFINITY ? 0.0f : top;
+    maximum = top;
+    sum *= factor;
+    total[0] *= factor;
+    total[1] *= factor;
+    for (int i = 0; i < kChunk; ++i) {
+      const float score = weights[i];
+      if (score == -INFINITY) continue;  // not seen
+      const float weight = expf(score - shift);
+      const float* value = cache + static_cast<int64_t>(first + i) * DDTREE_ROW_DIM;
+      sum += weight;
+      total[0] = fmaf(weight, value[threadIdx.x], total[0]);
+      total[1] = fmaf(weight, value[threadIdx.x + kThreads], total[1]);
+    }
+    __syncthreads();
+  }
+  out[threadIdx.x] = total[0] / sum;
+  out[threadIdx.x + kThreads] = total[1] / sum;
+}
+
+int64_t max_blocks(int64_t batch, int64_t rows, int64_t nodes, int64_t heads) {
+  const int64_t steps = batch * ddtree::ceil_div(nodes * heads, kTileRows) * ddtree::ceil_div(rows, kStep);
+  return std::min<int64_t>(ddtree::ceil_div(steps, kMinRun), kMaxBlocks);
+}
+
+}  // namespace
+
+size_t ddtree_verify_attn_workspace(int64_t batch, int64_t rows, int64_t nodes, int64_t heads, int32_t dtype) {
+  if (dtype != DDTREE_BF16 || batch < 1 || rows < 1 || nodes < 1 || heads < 1) return 0;
+  return static_cast<size_t>(2 * max_blocks(batch, rows, nodes, heads)) * kPartFloats * sizeof(float);
+}
+
+int ddtree_verify_attn_cuda(const ddtree_verify_attn_args* args, void* stream) {
+  const int64_t all_rows = args->batch * args->nodes * args->heads;
+  if ((args->dtype != DDTREE_F32 && args->dtype != DDTREE_BF16) || args->layers < 1 || args->layers > INT32_MAX ||
+      args->batch < 0 || args->batch > INT32_MAX || args->nodes < 1 || args->nodes > DDTREE_MAX_NODES ||
+      args->heads < 0 || args->nodes * args->heads > INT32_MAX || args->rows < args->nodes ||
+      args->rows > INT32_MAX - kChunk || all_rows > INT32_MAX) {
+    return DDTREE_INVALID_ARGUMENT;
+  }
+  if (all_rows == 0) return DDTREE_OK;
+  const auto cuda_stream = static_cast<cudaStream_t>(stream);
+  const int layers = static_cast<int>(args->layers), batch = static_cast<int>(args->batch);
+  const int rows = static_cast<int>(args->rows), nodes = static_cast<int>(args->nodes);
+  const int heads = static_cast<int>(args->heads), words = (nodes + kNodeBits - 1) / kNodeBits;
+  if (args->dtype == DDTREE_F32) {
+    attend_f32<<<static_cast<int>(all_rows), kThreads, 0, cuda_stream>>>(
+        static_cast<const float*>(args->query), static_cast<const float*>(args->cache), args->ancestors, args->lengths,
+        args->num_nodes, args->layer, static_cast<float*>(args->out), layers, batch, rows, nodes, heads, words,
+        args->scale);
+    return ddtree::launch_status();
+  }
+  if (args->workspace_bytes < ddtree_verify_attn_workspace(batch, rows, nodes, heads, args->dtype)) {
+    return DDTREE_INVALID_ARGUMENT;
+  }
+  int device = 0, processors = 0;
+  if (cudaGetDevice(&device) != cudaSuccess ||
+      cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device) != cudaSuccess ||
+      cudaFuncSetAttribute(attend, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytes) != cudaSuccess) {
+    return DDTREE_LAUNCH_FAILED;
+  }
+  const Problem problem{static_cast<const __nv_bfloat16*>(args->query),
+                        static_cast<const __nv_bfloat16*>(args->cache),
+                        args->ancestors,
+                        args->lengths,
+                        args->num_nodes,
+                        args->layer,
+                        static_cast<__nv_bfloat16*>(args->out),
+                        static_cast<float*>(args->workspace),
+                        layers,
+                        batch,
+                        rows,
+                        nodes,
+                        heads,
+                        words,
+                        args->scale * 1.4426950408889634f};
+  const int blocks = static_cast<int>(std::min<int64_t>(max_blocks(batch, rows, nodes, heads), processors));
+  attend<<<blocks, kThreads, kSharedBytes, cuda_stream>>>(problem);
+  merge<<<static_cast<int>(ddtree::ceil_div(all_rows, kWarps)), kThreads, 0, cuda_stream>>>(problem, blocks);
+  return ddtree::launch_status();
+}

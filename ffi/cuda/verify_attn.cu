@@ -38,7 +38,10 @@ constexpr int kColumns = DDTREE_LATENT_DIM / 64;  // 16-column slices of a warp 
 constexpr int kExchange = 1024;  // bytes of scores that a warp sends to another
 constexpr int kExchangeOffset = kStages * kStageBytes;
 constexpr int kFactorOffset = kExchangeOffset + kWarps * (kParts - 1) * kExchange;
-constexpr int kSharedBytes = kFactorOffset + kTileRows * 4;
+constexpr int kMaximumOffset = kFactorOffset + kTileRows * 4;
+constexpr int kSumOffset = kMaximumOffset + kTileRows * 4;
+constexpr int kSegmentOffset = kSumOffset + kThreads * 4;
+constexpr int kSharedBytes = kSegmentOffset + 128;
 static_assert(kSharedBytes <= 99 * 1024, "the smallest opt-in limit among sm_80 and later");
 
 constexpr int kMaxBlocks = 256;  // of the persistent grid
@@ -159,6 +162,36 @@ __device__ __forceinline__ void group_barrier(int group) {
   asm volatile("bar.sync %0, %1;" ::"r"(1 + group), "n"(kParts * 32) : "memory");
 }
 
+// Where a thread stands in its block. Made anew for each phase of a step from an index that the compiler cannot see
+// through: addresses that it kept across phases would not fit in the registers.
+struct Place {
+  int warp, lane, group, part;
+  __device__ __forceinline__ explicit Place(int thread) {
+    asm volatile("" : "+r"(thread));
+    warp = thread / 32;
+    lane = thread % 32;
+    group = warp / kParts;
+    part = warp % kParts;
+  }
+  // Scores for the warp that owns rows 8 * owner .. of the group from its three partners, lane by lane; then its
+  // weights.
+  __device__ __forceinline__ float4* exchange(uint8_t* shared, int owner) const {
+    return reinterpret_cast<float4*>(shared + kExchangeOffset + (group * kParts + owner) * (kParts - 1) * kExchange) +
+           lane;
+  }
+  // The greatest score so far of the row that this lane's quad owns, and this lane's share of the sum of its weights.
+  __device__ __forceinline__ float* maximum(uint8_t* shared) const {
+    return reinterpret_cast<float*>(shared + kMaximumOffset) + warp * 8 + lane / 4;
+  }
+  __device__ __forceinline__ float* sum(uint8_t* shared) const {
+    return reinterpret_cast<float*>(shared + kSumOffset) + warp * 32 + lane;
+  }
+  // By what the rows of the group scale their output.
+  __device__ __forceinline__ float* factors(uint8_t* shared) const {
+    return reinterpret_cast<float*>(shared + kFactorOffset) + group * kGroupRows;
+  }
+};
+
 __device__ __forceinline__ uint32_t pack(float low, float high) {
   const __nv_bfloat162 pair = __floats2bfloat162_rn(low, high);
   return *reinterpret_cast<const uint32_t*>(&pair);
@@ -173,8 +206,9 @@ __device__ __forceinline__ uint32_t finite(uint32_t pair) {
 
 // Starts the copy of cache rows [first, first + 32) of one request to a stage; rows from `end` on become zeros. A row's
 // 16-byte chunk c lies at c ^ (row % 8), which keeps ldmatrix free of bank conflicts. A warp copies four rows.
-__device__ __forceinline__ void load_step(uint32_t stage, const __nv_bfloat16* cache, int first, int end, int warp,
-                                          int lane) {
+__device__ __forceinline__ void load_step(uint32_t stage, const __nv_bfloat16* cache, int first, int end,
+                                          Place me) {
+  const int warp = me.warp, lane = me.lane;
   const int row = warp * 4, tail_row = row + lane / 8;
   const char* from = reinterpret_cast<const char*>(cache + static_cast<int64_t>(first + row) * DDTREE_ROW_DIM);
   const uint32_t to = stage + row * kRowBytes;
@@ -203,57 +237,84 @@ __device__ __forceinline__ void load_step(uint32_t stage, const __nv_bfloat16* c
   }
 }
 
+// What a block does next, and how far it is in its run. In shared memory, since registers are what a block lacks.
+struct Segment {
+  const __nv_bfloat16* cache;  // of the request
+  int64_t at, left, before;    // steps of the launch: next, still to do, and before the request
+  int request, tile, step, end_step, steps;
+  int length, nodes;
+};
+
+static_assert(sizeof(Segment) <= kSharedBytes - kSegmentOffset, "");
+
+// Moves to the next tile of the run; request is `batch` when nothing is left. One thread calls it.
+__device__ __forceinline__ void next_segment(const Problem& p, Segment* s) {
+  int b = s->request;
+  while (b < p.batch && s->left > 0) {
+    const Request r = request_of(p, b);
+    const int64_t steps = static_cast<int64_t>(r.tiles) * r.steps, from = s->at - s->before;
+    if (from < steps) {
+      const int layer = min(max(*p.layer, 0), p.layers - 1);
+      s->cache = p.cache + (static_cast<int64_t>(layer) * p.batch + b) * p.rows * DDTREE_ROW_DIM;
+      s->request = b;
+      s->tile = static_cast<int>(from / r.steps);
+      s->step = static_cast<int>(from % r.steps);
+      s->end_step = static_cast<int>(min(static_cast<int64_t>(r.steps), s->step + s->left));
+      s->steps = r.steps;
+      s->length = r.length;
+      s->nodes = r.nodes;
+      s->at += s->end_step - s->step;
+      s->left -= s->end_step - s->step;
+      return;
+    }
+    s->before += steps;
+    ++b;
+  }
+  s->request = p.batch;
+}
+
 __global__ void __launch_bounds__(kThreads, 1) attend(const Problem p) {
   extern __shared__ __align__(1024) uint8_t shared[];
+  Segment& segment = *reinterpret_cast<Segment*>(shared + kSegmentOffset);
   const uint32_t base = static_cast<uint32_t>(__cvta_generic_to_shared(shared));
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  const int group = warp / kParts, part = warp % kParts;
-  const int layer = min(max(*p.layer, 0), p.layers - 1);
-  float* factors = reinterpret_cast<float*>(shared + kFactorOffset) + group * kGroupRows;
-  // Scores for the warp that owns rows 8 * owner .. of the group from its three partners, lane by lane; then its weights.
-  const auto exchange = [&](int owner) {
-    return reinterpret_cast<float4*>(shared + kExchangeOffset + (group * kParts + owner) * (kParts - 1) * kExchange) +
-           lane;
-  };
+  const int thread = threadIdx.x;
 
-  const int64_t run = run_length(steps_before(p, p.batch, lane), gridDim.x);
-  int64_t at = run * blockIdx.x, before;
-  int b = find_request(p, at, lane, &before);
-  int64_t left = run;
-
-  while (left > 0 && b < p.batch) {
-    const Request r = request_of(p, b);
-    if (at - before >= static_cast<int64_t>(r.tiles) * r.steps) {
-      before += static_cast<int64_t>(r.tiles) * r.steps;
-      ++b;
-      continue;
+  if (thread < 32) {
+    const int64_t run = run_length(steps_before(p, p.batch, thread), gridDim.x);
+    int64_t before;
+    const int request = find_request(p, run * blockIdx.x, thread, &before);
+    if (thread == 0) {
+      segment.at = run * blockIdx.x;
+      segment.left = run;
+      segment.before = before;
+      segment.request = request;
+      next_segment(p, &segment);
     }
-    const int tile = static_cast<int>((at - before) / r.steps);
-    const int step0 = static_cast<int>((at - before) % r.steps);
-    const int step1 = static_cast<int>(min(static_cast<int64_t>(r.steps), step0 + left));
-    at += step1 - step0;
-    left -= step1 - step0;
-    const int real_rows = r.nodes * p.heads, end = r.length + r.nodes;
-    const __nv_bfloat16* cache =
-        p.cache + (static_cast<int64_t>(layer) * p.batch + b) * p.rows * DDTREE_ROW_DIM;
+  }
+  __syncthreads();
 
-    load_step(base + step0 % kStages * kStageBytes, cache, step0 * kStep, end, warp, lane);
+  while (segment.request < p.batch) {
+    load_step(base + segment.step % kStages * kStageBytes, segment.cache, segment.step * kStep,
+              segment.length + segment.nodes, Place(thread));
     asm volatile("cp.async.commit_group;" ::: "memory");
 
-    const int first_row = tile * kTileRows + group * kGroupRows;
     uint32_t query[2][kKSteps][4];
+    {
+      const Place me(thread);
+      const int first_row = segment.tile * kTileRows + me.group * kGroupRows, real_rows = segment.nodes * p.heads;
+      const __nv_bfloat16* queries =
+          p.query + static_cast<int64_t>(segment.request) * p.nodes * p.heads * DDTREE_ROW_DIM + me.part * 16 + me.lane % 4 * 2;
 #pragma unroll
-    for (int m = 0; m < 2; ++m) {
+      for (int m = 0; m < 2; ++m) {
 #pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const int row = first_row + m * 16 + half * 8 + lane / 4;
-        const __nv_bfloat16* from =
-            p.query + (static_cast<int64_t>(b) * p.nodes * p.heads + min(row, real_rows - 1)) * DDTREE_ROW_DIM +
-            part * 16 + lane % 4 * 2;
+        for (int half = 0; half < 2; ++half) {
+          const int row = first_row + m * 16 + half * 8 + me.lane / 4;
+          const __nv_bfloat16* from = queries + static_cast<int64_t>(min(row, real_rows - 1)) * DDTREE_ROW_DIM;
 #pragma unroll
-        for (int k = 0; k < kKSteps; ++k) {
-          query[m][k][half] = row < real_rows ? *reinterpret_cast<const uint32_t*>(from + k * 64) : 0;
-          query[m][k][half + 2] = row < real_rows ? *reinterpret_cast<const uint32_t*>(from + k * 64 + 8) : 0;
+          for (int k = 0; k < kKSteps; ++k) {
+            query[m][k][half] = row < real_rows ? *reinterpret_cast<const uint32_t*>(from + k * 64) : 0;
+            query[m][k][half + 2] = row < real_rows ? *reinterpret_cast<const uint32_t*>(from + k * 64 + 8) : 0;
+          }
         }
       }
     }
@@ -266,63 +327,70 @@ __global__ void __launch_bounds__(kThreads, 1) attend(const Problem p) {
         for (int t = 0; t < 2; ++t)
 #pragma unroll
           for (int e = 0; e < 4; ++e) out[m][k][t][e] = 0;
-    float maximum = -INFINITY, sum = 0;  // of the row that this lane's quad owns
+    {
+      const Place me(thread);
+      *me.sum(shared) = 0;
+      if (me.lane % 4 == 0) *me.maximum(shared) = -INFINITY;
+    }
 
-    for (int step = step0; step < step1; ++step) {
+    for (int step = segment.step; step < segment.end_step; ++step) {
       asm volatile("cp.async.wait_group 0;" ::: "memory");
       __syncthreads();
-      if (step + 1 < step1) {
-        load_step(base + (step + 1) % kStages * kStageBytes, cache, (step + 1) * kStep, end, warp, lane);
+      if (step + 1 < segment.end_step) {
+        load_step(base + (step + 1) % kStages * kStageBytes, segment.cache, (step + 1) * kStep,
+                  segment.length + segment.nodes, Place(thread));
       }
       asm volatile("cp.async.commit_group;" ::: "memory");
       const uint32_t stage = base + step % kStages * kStageBytes;
-      const bool masked = (step + 1) * kStep > r.length;
+      const bool masked = (step + 1) * kStep > segment.length;
 
-      float score[2][4][4];
-#pragma unroll
-      for (int m = 0; m < 2; ++m)
-#pragma unroll
-        for (int t = 0; t < 4; ++t)
-#pragma unroll
-          for (int e = 0; e < 4; ++e) score[m][t][e] = 0;
+      float own[4][2];
       {
-        const int row = lane % 8 + lane / 16 * 8;
-        const uint32_t keys = stage + row * kRowBytes + (((part * 2 + lane / 8 % 2) ^ row % 8) << 4);
+      const Place me(thread);
+#pragma unroll
+      for (int pair = 0; pair < 2; ++pair) {  // of eight-row blocks of the stage
+        float score[2][2][4];
+#pragma unroll
+        for (int m = 0; m < 2; ++m)
+#pragma unroll
+          for (int t = 0; t < 2; ++t)
+#pragma unroll
+            for (int e = 0; e < 4; ++e) score[m][t][e] = 0;
+        const int row = me.lane % 8 + me.lane / 16 * 8;
+        const uint32_t keys =
+            stage + row * kRowBytes + (((me.part * 2 + me.lane / 8 % 2) ^ row % 8) << 4) + pair * 16 * kRowBytes;
 #pragma unroll
         for (int k = 0; k < kKSteps; ++k) {
+          uint32_t key[4];
+          load_b(key, keys + k * 128);
 #pragma unroll
-          for (int t = 0; t < 4; t += 2) {
-            uint32_t key[4];
-            load_b(key, keys + k * 128 + t * 8 * kRowBytes);
+          for (int m = 0; m < 2; ++m) {
+            multiply(score[m][0], query[m][k], key[0], key[1]);
+            multiply(score[m][1], query[m][k], key[2], key[3]);
+          }
+        }
 #pragma unroll
-            for (int m = 0; m < 2; ++m) {
-              multiply(score[m][t], query[m][k], key[0], key[1]);
-              multiply(score[m][t + 1], query[m][k], key[2], key[3]);
+        for (int owner = 0; owner < kParts; ++owner) {
+          const int m = owner / 2, e = owner % 2 * 2;
+          if (owner != me.part) {
+            me.exchange(shared, owner)[(me.part - (me.part > owner)) * (kExchange / 16) + pair * 32] =
+                make_float4(score[m][0][e], score[m][0][e + 1], score[m][1][e], score[m][1][e + 1]);
+          } else {
+#pragma unroll
+            for (int t = 0; t < 2; ++t) {
+              own[pair * 2 + t][0] = score[m][t][e];
+              own[pair * 2 + t][1] = score[m][t][e + 1];
             }
           }
         }
       }
-      float own[4][2];
-#pragma unroll
-      for (int owner = 0; owner < kParts; ++owner) {
-        const int m = owner / 2, e = owner % 2 * 2;
-        if (owner != part) {
-          float4* to = exchange(owner) + (part - (part > owner)) * (kExchange / 16);
-          to[0] = make_float4(score[m][0][e], score[m][0][e + 1], score[m][1][e], score[m][1][e + 1]);
-          to[32] = make_float4(score[m][2][e], score[m][2][e + 1], score[m][3][e], score[m][3][e + 1]);
-        } else {
-#pragma unroll
-          for (int t = 0; t < 4; ++t) {
-            own[t][0] = score[m][t][e];
-            own[t][1] = score[m][t][e + 1];
-          }
-        }
       }
       if (masked) {
         // A node's row may be NaN and is multiplied by zero for the nodes that do not see it. What is not finite has
         // made the scores of those that do see it NaN by now.
         __syncthreads();
-        for (int i = threadIdx.x; i < kStep * DDTREE_LATENT_DIM / 8; i += kThreads) {
+#pragma unroll 1
+        for (int i = thread; i < kStep * DDTREE_LATENT_DIM / 8; i += kThreads) {
           const int row = i / 64;
           uint4* chunk = reinterpret_cast<uint4*>(shared + (stage - base) + row * kRowBytes + (i % 64 << 4));
           const uint4 x = *chunk;
@@ -330,10 +398,11 @@ __global__ void __launch_bounds__(kThreads, 1) attend(const Problem p) {
         }
         __syncthreads();
       } else {
-        group_barrier(group);
+        group_barrier(thread / (kParts * 32));
       }
       {
-        float4* from = exchange(part);
+        const Place me(thread);
+        float4* from = me.exchange(shared, me.part);
 #pragma unroll
         for (int other = 0; other < kParts - 1; ++other) {
           const float4 x = from[other * (kExchange / 16)], y = from[other * (kExchange / 16) + 32];
@@ -347,15 +416,15 @@ __global__ void __launch_bounds__(kThreads, 1) attend(const Problem p) {
           own[3][1] += y.w;
         }
         if (masked) {
-          const int row = first_row + part * 8 + lane / 4;
-          const int node = min(row / p.heads, r.nodes - 1);
-          const uint32_t* seen = p.ancestors + (static_cast<int64_t>(b) * p.nodes + node) * p.words;
+          const int row = segment.tile * kTileRows + me.group * kGroupRows + me.part * 8 + me.lane / 4;
+          const int node = min(row / p.heads, segment.nodes - 1);
+          const uint32_t* seen = p.ancestors + (static_cast<int64_t>(segment.request) * p.nodes + node) * p.words;
 #pragma unroll
           for (int t = 0; t < 4; ++t) {
 #pragma unroll
             for (int e = 0; e < 2; ++e) {
-              const int j = step * kStep + t * 8 + lane % 4 * 2 + e - r.length;
-              const bool visible = j < 0 || (j < r.nodes && (seen[j / kNodeBits] >> (j % kNodeBits) & 1));
+              const int j = step * kStep + t * 8 + me.lane % 4 * 2 + e - segment.length;
+              const bool visible = j < 0 || (j < segment.nodes && (seen[j / kNodeBits] >> (j % kNodeBits) & 1));
               const float x = fabsf(own[t][e]) <= FLT_MAX ? own[t][e] * p.log2_scale : NAN;
               own[t][e] = visible ? x : -INFINITY;
             }
@@ -367,6 +436,7 @@ __global__ void __launch_bounds__(kThreads, 1) attend(const Problem p) {
             own[t][1] *= p.log2_scale;
           }
         }
+        const float maximum = *me.maximum(shared);
         float top = maximum;
 #pragma unroll
         for (int t = 0; t < 4; ++t) top = fmaxf(top, fmaxf(own[t][0], own[t][1]));
@@ -374,8 +444,7 @@ __global__ void __launch_bounds__(kThreads, 1) attend(const Problem p) {
         top = fmaxf(top, __shfl_xor_sync(~0u, top, 2));
         const float factor = top == maximum ? 1.0f : exp2f(maximum - top);
         const float shift = top == -INFINITY ? 0.0f : top;  // nothing seen so far
-        maximum = top;
-        sum *= factor;
+        float sum = *me.sum(shared) * factor;
         uint32_t weights[4];
 #pragma unroll
         for (int t = 0; t < 4; ++t) {
@@ -384,18 +453,23 @@ __global__ void __launch_bounds__(kThreads, 1) attend(const Problem p) {
           weights[t] = pack(x, y);
         }
         *reinterpret_cast<uint4*>(from) = make_uint4(weights[0], weights[1], weights[2], weights[3]);
-        if (lane % 4 == 0) factors[part * 8 + lane / 4] = factor;
+        *me.sum(shared) = sum;
+        if (me.lane % 4 == 0) {
+          *me.maximum(shared) = top;
+          me.factors(shared)[me.part * 8 + me.lane / 4] = factor;
+        }
       }
-      group_barrier(group);
+      group_barrier(thread / (kParts * 32));
 
+      const Place me(thread);
       uint32_t weight[2][2][4];
 #pragma unroll
       for (int m = 0; m < 2; ++m) {
-        const uint4 low = *reinterpret_cast<const uint4*>(exchange(m * 2));
-        const uint4 high = *reinterpret_cast<const uint4*>(exchange(m * 2 + 1));
+        const uint4 low = *reinterpret_cast<const uint4*>(me.exchange(shared, m * 2));
+        const uint4 high = *reinterpret_cast<const uint4*>(me.exchange(shared, m * 2 + 1));
         weight[m][0][0] = low.x, weight[m][0][1] = high.x, weight[m][0][2] = low.y, weight[m][0][3] = high.y;
         weight[m][1][0] = low.z, weight[m][1][1] = high.z, weight[m][1][2] = low.w, weight[m][1][3] = high.w;
-        const float f0 = factors[m * 16 + lane / 4], f1 = factors[m * 16 + lane / 4 + 8];
+        const float f0 = me.factors(shared)[m * 16 + me.lane / 4], f1 = me.factors(shared)[m * 16 + me.lane / 4 + 8];
         if (__any_sync(~0u, f0 != 1.0f || f1 != 1.0f)) {
 #pragma unroll
           for (int k = 0; k < kColumns; ++k)
@@ -409,8 +483,8 @@ __global__ void __launch_bounds__(kThreads, 1) attend(const Problem p) {
         }
       }
       {
-        const int row = lane % 16;
-        const uint32_t values = stage + row * kRowBytes + (((part * 2 + lane / 16) ^ row % 8) << 4);
+        const int row = me.lane % 16;
+        const uint32_t values = stage + row * kRowBytes + (((me.part * 2 + me.lane / 16) ^ row % 8) << 4);
 #pragma unroll
         for (int kk = 0; kk < 2; ++kk) {
 #pragma unroll
@@ -427,21 +501,24 @@ __global__ void __launch_bounds__(kThreads, 1) attend(const Problem p) {
       }
     }
 
+    const Place me(thread);
+    float sum = *me.sum(shared);
     sum += __shfl_xor_sync(~0u, sum, 1);
     sum += __shfl_xor_sync(~0u, sum, 2);
     __syncthreads();  // the stages and the factors are free
-    if (step0 == 0 && step1 == r.steps) {
-      if (lane % 4 == 0) factors[part * 8 + lane / 4] = 1.0f / sum;
-      group_barrier(group);
+    if (segment.step == 0 && segment.end_step == segment.steps) {
+      if (me.lane % 4 == 0) me.factors(shared)[me.part * 8 + me.lane / 4] = 1.0f / sum;
+      group_barrier(thread / (kParts * 32));
 #pragma unroll
       for (int m = 0; m < 2; ++m) {
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-          const int row = first_row + m * 16 + half * 8 + lane / 4;
-          const float f = factors[m * 16 + half * 8 + lane / 4];
-          if (row < real_rows) {
-            __nv_bfloat16* to = p.out + (static_cast<int64_t>(b) * p.nodes * p.heads + row) * DDTREE_LATENT_DIM +
-                                part * 16 + lane % 4 * 2;
+          const int row = segment.tile * kTileRows + me.group * kGroupRows + m * 16 + half * 8 + me.lane / 4;
+          const float f = me.factors(shared)[m * 16 + half * 8 + me.lane / 4];
+          if (row < segment.nodes * p.heads) {
+            __nv_bfloat16* to =
+                p.out + (static_cast<int64_t>(segment.request) * p.nodes * p.heads + row) * DDTREE_LATENT_DIM +
+                me.part * 16 + me.lane % 4 * 2;
 #pragma unroll
             for (int k = 0; k < kColumns; ++k)
 #pragma unroll
@@ -453,19 +530,19 @@ __global__ void __launch_bounds__(kThreads, 1) attend(const Problem p) {
         }
       }
     } else {
-      float* part_out = p.parts + (2 * static_cast<int64_t>(blockIdx.x) + (step0 == 0)) * kPartFloats;
+      float* part_out = p.parts + (2 * static_cast<int64_t>(blockIdx.x) + (segment.step == 0)) * kPartFloats;
       float* maxima = part_out + kTileRows * DDTREE_LATENT_DIM;
-      if (lane % 4 == 0) {
-        const int row = group * kGroupRows + part * 8 + lane / 4;
-        maxima[row] = maximum;
+      if (me.lane % 4 == 0) {
+        const int row = me.group * kGroupRows + me.part * 8 + me.lane / 4;
+        maxima[row] = *me.maximum(shared);
         maxima[kTileRows + row] = sum;
       }
 #pragma unroll
       for (int m = 0; m < 2; ++m)
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-          const int row = group * kGroupRows + m * 16 + half * 8 + lane / 4;
-          float* to = part_out + row * DDTREE_LATENT_DIM + part * 16 + lane % 4 * 2;
+          const int row = me.group * kGroupRows + m * 16 + half * 8 + me.lane / 4;
+          float* to = part_out + row * DDTREE_LATENT_DIM + me.part * 16 + me.lane % 4 * 2;
 #pragma unroll
           for (int k = 0; k < kColumns; ++k)
 #pragma unroll
@@ -475,7 +552,9 @@ __global__ void __launch_bounds__(kThreads, 1) attend(const Problem p) {
             }
         }
     }
-    __syncthreads();  // before the next tile's factors and stages
+    __syncthreads();
+    if (thread == 0) next_segment(p, &segment);
+    __syncthreads();
   }
 }
 
@@ -492,7 +571,6 @@ __global__ void __launch_bounds__(kThreads) merge(const Problem p, int blocks) {
     const int layer = min(max(*p.layer, 0), p.layers - 1);
     const uint32_t* own = reinterpret_cast<const uint32_t*>(
         p.cache + ((static_cast<int64_t>(layer) * p.batch + b) * p.rows + r.length + row / p.heads) * DDTREE_ROW_DIM);
-#pragma unroll
     for (int c = lane; c < DDTREE_LATENT_DIM / 2; c += 32) out[c] = own[c];
     return;
   }

@@ -28,7 +28,7 @@ def test_random_trees(rng, dtype, batch, budget, heads, rows):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_ragged_lengths(rng, dtype):
-    """From nothing in front of the tree to no cache row left behind it, and lengths out of range."""
+    """From no prefix to no cache row left behind the tree, and lengths out of range."""
     lengths = [0, 1, 15, 31, 32, 33, 64, 400, 500 - 17, 0]
     query, cache, lengths, tree = checks.random_attention(
         rng, dtype, batch=len(lengths), budget=16, heads=8, rows=500, lengths=lengths

@@ -1,15 +1,15 @@
 // Absorbed MLA attention of a tree's rows over the whole prefix and over their ancestors.
 //
-// bfloat16: a block keeps 64 rows (node and head, heads fastest) and walks the cache 32 rows at a time, so that one read
-// of the cache serves them all. Eight warps are two groups of 32 rows by four that share the row's numbers: of every 64
-// numbers, warp `part` has 16. It holds the group's query for its numbers and the output for its columns in registers,
-// the only place with room for them beside two 32-row stages in 99 KB of shared memory. Scores of a step are sums over
-// the four warps: each warp owns eight rows, receives the others' parts of them through shared memory, does their
-// softmax, and gives the weights back as the fragments that the second product takes.
+// bfloat16: a block keeps 64 rows (node and head, heads fastest) and walks the cache 32 rows at a time, so that one
+// read of the cache serves them all. Eight warps are two groups of 32 rows by four that share the row's numbers: of
+// every 64 numbers, warp `part` has 16. It holds the group's query for its numbers and the output for its columns in
+// registers, the only place with room for them beside two 32-row stages in 99 KB of shared memory. Scores of a step
+// are sums over the four warps: each warp owns eight rows, receives the others' parts of them through shared memory,
+// does their softmax, and gives the weights back as the fragments that the second product takes.
 //
-// The work of a launch is all 32-row steps of all 64-row tiles, one after the other. Every block computes from `lengths`
-// and `num_nodes` how many there are and takes an equal run of them, so the grid depends on nothing but the shapes. A
-// tile that is cut between blocks leaves parts in the workspace, which a second launch merges.
+// The work of a launch is all 32-row steps of all 64-row tiles, one after the other. Every block computes from
+// `lengths` and `num_nodes` how many there are and takes an equal run of them, so the grid depends on nothing but the
+// shapes. A tile that is cut between blocks leaves parts in the workspace, which a second launch merges.
 //
 // float32: plain arithmetic, a block for each row.
 #include <cuda_bf16.h>
@@ -273,6 +273,123 @@ __device__ __forceinline__ void next_segment(const Problem& p, Segment* s) {
   s->request = p.batch;
 }
 
+// The first product of a step. A warp sums over its own numbers, sends every owner of rows its part of their scores,
+// and keeps in `own` those of the row that this lane's quad owns: own[t] are of cache rows 8 t + 2 (lane % 4) and the
+// next.
+__device__ __forceinline__ void score_step(uint8_t* shared, uint32_t stage, const uint32_t (&query)[2][kKSteps][4],
+                                           Place me, float (&own)[4][2]) {
+#pragma unroll
+  for (int pair = 0; pair < 2; ++pair) {  // of eight-row blocks of the stage
+    float score[2][2][4];
+#pragma unroll
+    for (int m = 0; m < 2; ++m)
+#pragma unroll
+      for (int t = 0; t < 2; ++t)
+#pragma unroll
+        for (int e = 0; e < 4; ++e) score[m][t][e] = 0;
+    const int row = me.lane % 8 + me.lane / 16 * 8;
+    const uint32_t keys =
+        stage + row * kRowBytes + (((me.part * 2 + me.lane / 8 % 2) ^ row % 8) << 4) + pair * 16 * kRowBytes;
+#pragma unroll
+    for (int k = 0; k < kKSteps; ++k) {
+      uint32_t key[4];
+      load_b(key, keys + k * 128);
+#pragma unroll
+      for (int m = 0; m < 2; ++m) {
+        multiply(score[m][0], query[m][k], key[0], key[1]);
+        multiply(score[m][1], query[m][k], key[2], key[3]);
+      }
+    }
+#pragma unroll
+    for (int owner = 0; owner < kParts; ++owner) {
+      const int m = owner / 2, e = owner % 2 * 2;
+      if (owner != me.part) {
+        me.exchange(shared, owner)[(me.part - (me.part > owner)) * (kExchange / 16) + pair * 32] =
+            make_float4(score[m][0][e], score[m][0][e + 1], score[m][1][e], score[m][1][e + 1]);
+      } else {
+#pragma unroll
+        for (int t = 0; t < 2; ++t) {
+          own[pair * 2 + t][0] = score[m][t][e];
+          own[pair * 2 + t][1] = score[m][t][e + 1];
+        }
+      }
+    }
+  }
+}
+
+// Makes what is not finite in a stage's latent numbers zero. A node's row may be NaN, and nodes that do not see it
+// multiply it by zero; by now it has made the scores of those that do see it NaN.
+__device__ __forceinline__ void clear_not_finite(uint8_t* stage, int thread) {
+#pragma unroll 1
+  for (int i = thread; i < kStep * DDTREE_LATENT_DIM / 8; i += kThreads) {
+    uint4* chunk = reinterpret_cast<uint4*>(stage + i / 64 * kRowBytes + (i % 64 << 4));
+    const uint4 x = *chunk;
+    *chunk = make_uint4(finite(x.x), finite(x.y), finite(x.z), finite(x.w));
+  }
+}
+
+// The softmax of a step: completes the scores of the row that this lane's quad owns, and leaves their weights, laid out
+// as the second product takes them, and by what the row's output so far shrinks.
+__device__ __forceinline__ void weigh_step(const Problem& p, uint8_t* shared, const Segment& segment, int step,
+                                           bool masked, Place me, float (&own)[4][2]) {
+  float4* from = me.exchange(shared, me.part);
+#pragma unroll
+  for (int other = 0; other < kParts - 1; ++other) {
+    const float4 x = from[other * (kExchange / 16)], y = from[other * (kExchange / 16) + 32];
+    own[0][0] += x.x;
+    own[0][1] += x.y;
+    own[1][0] += x.z;
+    own[1][1] += x.w;
+    own[2][0] += y.x;
+    own[2][1] += y.y;
+    own[3][0] += y.z;
+    own[3][1] += y.w;
+  }
+  if (masked) {
+    const int row = segment.tile * kTileRows + me.group * kGroupRows + me.part * 8 + me.lane / 4;
+    const int node = min(row / p.heads, segment.nodes - 1);
+    const uint32_t* seen = p.ancestors + (static_cast<int64_t>(segment.request) * p.nodes + node) * p.words;
+#pragma unroll
+    for (int t = 0; t < 4; ++t) {
+#pragma unroll
+      for (int e = 0; e < 2; ++e) {
+        const int j = step * kStep + t * 8 + me.lane % 4 * 2 + e - segment.length;
+        const bool visible = j < 0 || (j < segment.nodes && (seen[j / kNodeBits] >> (j % kNodeBits) & 1));
+        const float x = fabsf(own[t][e]) <= FLT_MAX ? own[t][e] * p.log2_scale : NAN;
+        own[t][e] = visible ? x : -INFINITY;
+      }
+    }
+  } else {
+#pragma unroll
+    for (int t = 0; t < 4; ++t) {
+      own[t][0] *= p.log2_scale;
+      own[t][1] *= p.log2_scale;
+    }
+  }
+  const float maximum = *me.maximum(shared);
+  float top = maximum;
+#pragma unroll
+  for (int t = 0; t < 4; ++t) top = fmaxf(top, fmaxf(own[t][0], own[t][1]));
+  top = fmaxf(top, __shfl_xor_sync(~0u, top, 1));
+  top = fmaxf(top, __shfl_xor_sync(~0u, top, 2));
+  const float factor = top == maximum ? 1.0f : exp2f(maximum - top);
+  const float shift = top == -INFINITY ? 0.0f : top;  // nothing seen so far
+  float sum = *me.sum(shared) * factor;
+  uint32_t weights[4];
+#pragma unroll
+  for (int t = 0; t < 4; ++t) {
+    const float x = exp2f(own[t][0] - shift), y = exp2f(own[t][1] - shift);
+    sum += x + y;
+    weights[t] = pack(x, y);
+  }
+  *reinterpret_cast<uint4*>(from) = make_uint4(weights[0], weights[1], weights[2], weights[3]);
+  *me.sum(shared) = sum;
+  if (me.lane % 4 == 0) {
+    *me.maximum(shared) = top;
+    me.factors(shared)[me.part * 8 + me.lane / 4] = factor;
+  }
+}
+
 __global__ void __launch_bounds__(kThreads, 1) attend(const Problem p) {
   extern __shared__ __align__(1024) uint8_t shared[];
   Segment& segment = *reinterpret_cast<Segment*>(shared + kSegmentOffset);
@@ -303,7 +420,8 @@ __global__ void __launch_bounds__(kThreads, 1) attend(const Problem p) {
       const Place me(thread);
       const int first_row = segment.tile * kTileRows + me.group * kGroupRows, real_rows = segment.nodes * p.heads;
       const __nv_bfloat16* queries =
-          p.query + static_cast<int64_t>(segment.request) * p.nodes * p.heads * DDTREE_ROW_DIM + me.part * 16 + me.lane % 4 * 2;
+          p.query + static_cast<int64_t>(segment.request) * p.nodes * p.heads * DDTREE_ROW_DIM + me.part * 16 +
+          me.lane % 4 * 2;
 #pragma unroll
       for (int m = 0; m < 2; ++m) {
 #pragma unroll
@@ -345,120 +463,15 @@ __global__ void __launch_bounds__(kThreads, 1) attend(const Problem p) {
       const bool masked = (step + 1) * kStep > segment.length;
 
       float own[4][2];
-      {
-      const Place me(thread);
-#pragma unroll
-      for (int pair = 0; pair < 2; ++pair) {  // of eight-row blocks of the stage
-        float score[2][2][4];
-#pragma unroll
-        for (int m = 0; m < 2; ++m)
-#pragma unroll
-          for (int t = 0; t < 2; ++t)
-#pragma unroll
-            for (int e = 0; e < 4; ++e) score[m][t][e] = 0;
-        const int row = me.lane % 8 + me.lane / 16 * 8;
-        const uint32_t keys =
-            stage + row * kRowBytes + (((me.part * 2 + me.lane / 8 % 2) ^ row % 8) << 4) + pair * 16 * kRowBytes;
-#pragma unroll
-        for (int k = 0; k < kKSteps; ++k) {
-          uint32_t key[4];
-          load_b(key, keys + k * 128);
-#pragma unroll
-          for (int m = 0; m < 2; ++m) {
-            multiply(score[m][0], query[m][k], key[0], key[1]);
-            multiply(score[m][1], query[m][k], key[2], key[3]);
-          }
-        }
-#pragma unroll
-        for (int owner = 0; owner < kParts; ++owner) {
-          const int m = owner / 2, e = owner % 2 * 2;
-          if (owner != me.part) {
-            me.exchange(shared, owner)[(me.part - (me.part > owner)) * (kExchange / 16) + pair * 32] =
-                make_float4(score[m][0][e], score[m][0][e + 1], score[m][1][e], score[m][1][e + 1]);
-          } else {
-#pragma unroll
-            for (int t = 0; t < 2; ++t) {
-              own[pair * 2 + t][0] = score[m][t][e];
-              own[pair * 2 + t][1] = score[m][t][e + 1];
-            }
-          }
-        }
-      }
-      }
+      score_step(shared, stage, query, Place(thread), own);
       if (masked) {
-        // A node's row may be NaN and is multiplied by zero for the nodes that do not see it. What is not finite has
-        // made the scores of those that do see it NaN by now.
         __syncthreads();
-#pragma unroll 1
-        for (int i = thread; i < kStep * DDTREE_LATENT_DIM / 8; i += kThreads) {
-          const int row = i / 64;
-          uint4* chunk = reinterpret_cast<uint4*>(shared + (stage - base) + row * kRowBytes + (i % 64 << 4));
-          const uint4 x = *chunk;
-          *chunk = make_uint4(finite(x.x), finite(x.y), finite(x.z), finite(x.w));
-        }
+        clear_not_finite(shared + (stage - base), thread);
         __syncthreads();
       } else {
         group_barrier(thread / (kParts * 32));
       }
-      {
-        const Place me(thread);
-        float4* from = me.exchange(shared, me.part);
-#pragma unroll
-        for (int other = 0; other < kParts - 1; ++other) {
-          const float4 x = from[other * (kExchange / 16)], y = from[other * (kExchange / 16) + 32];
-          own[0][0] += x.x;
-          own[0][1] += x.y;
-          own[1][0] += x.z;
-          own[1][1] += x.w;
-          own[2][0] += y.x;
-          own[2][1] += y.y;
-          own[3][0] += y.z;
-          own[3][1] += y.w;
-        }
-        if (masked) {
-          const int row = segment.tile * kTileRows + me.group * kGroupRows + me.part * 8 + me.lane / 4;
-          const int node = min(row / p.heads, segment.nodes - 1);
-          const uint32_t* seen = p.ancestors + (static_cast<int64_t>(segment.request) * p.nodes + node) * p.words;
-#pragma unroll
-          for (int t = 0; t < 4; ++t) {
-#pragma unroll
-            for (int e = 0; e < 2; ++e) {
-              const int j = step * kStep + t * 8 + me.lane % 4 * 2 + e - segment.length;
-              const bool visible = j < 0 || (j < segment.nodes && (seen[j / kNodeBits] >> (j % kNodeBits) & 1));
-              const float x = fabsf(own[t][e]) <= FLT_MAX ? own[t][e] * p.log2_scale : NAN;
-              own[t][e] = visible ? x : -INFINITY;
-            }
-          }
-        } else {
-#pragma unroll
-          for (int t = 0; t < 4; ++t) {
-            own[t][0] *= p.log2_scale;
-            own[t][1] *= p.log2_scale;
-          }
-        }
-        const float maximum = *me.maximum(shared);
-        float top = maximum;
-#pragma unroll
-        for (int t = 0; t < 4; ++t) top = fmaxf(top, fmaxf(own[t][0], own[t][1]));
-        top = fmaxf(top, __shfl_xor_sync(~0u, top, 1));
-        top = fmaxf(top, __shfl_xor_sync(~0u, top, 2));
-        const float factor = top == maximum ? 1.0f : exp2f(maximum - top);
-        const float shift = top == -INFINITY ? 0.0f : top;  // nothing seen so far
-        float sum = *me.sum(shared) * factor;
-        uint32_t weights[4];
-#pragma unroll
-        for (int t = 0; t < 4; ++t) {
-          const float x = exp2f(own[t][0] - shift), y = exp2f(own[t][1] - shift);
-          sum += x + y;
-          weights[t] = pack(x, y);
-        }
-        *reinterpret_cast<uint4*>(from) = make_uint4(weights[0], weights[1], weights[2], weights[3]);
-        *me.sum(shared) = sum;
-        if (me.lane % 4 == 0) {
-          *me.maximum(shared) = top;
-          me.factors(shared)[me.part * 8 + me.lane / 4] = factor;
-        }
-      }
+      weigh_step(p, shared, segment, step, masked, Place(thread), own);
       group_barrier(thread / (kParts * 32));
 
       const Place me(thread);

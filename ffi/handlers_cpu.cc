@@ -12,7 +12,7 @@
 namespace ddtree {
 namespace {
 
-// Below this much arithmetic a task on the pool costs more than it saves.
+// Below this many multiply-adds a task on the pool costs more than it saves.
 constexpr double kWorthATask = 4e5;
 
 // Runs the kernel in as many tasks as the work is worth, and `finish` after the last of them.
@@ -46,7 +46,8 @@ ffi::Future Failed(const ffi::Error& error) {
 ffi::Future DraftTopk(ffi::ThreadPool pool, Any logits, Out log_probs, Out token_ids) {
   ddtree_draft_topk_args args{};
   if (ffi::Error error = DraftTopkArgs(logits, log_probs, token_ids, &args); error.failure()) return Failed(error);
-  return Spread(pool, args, ddtree_draft_topk_cpu, 8.0 * args.rows * args.vocab, args.rows);
+  // An exponential and the filter take as long as some forty multiply-adds.
+  return Spread(pool, args, ddtree_draft_topk_cpu, 40.0 * args.rows * args.vocab, args.rows);
 }
 
 ffi::Error TreeBuild(Any log_probs, Any token_ids, Any root_tokens, Any budgets, Out tokens, Out parents, Out depths,

@@ -77,8 +77,8 @@ class Sizes:
     inner: int = 768
     expert_inner: int = 128
     experts: int = 16
-    draft_layers: int = 3
-    taps: tuple[int, ...] = (0, 2, 4, 5)
+    draft_layers: int = 2
+    taps: tuple[int, ...] = (1, 3, 5)
 
 
 SIZES = {

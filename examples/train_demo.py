@@ -27,7 +27,7 @@ _OUTPUT = flags.DEFINE_string(
 )
 _SIZE = flags.DEFINE_enum("size", "demo", list(demo_model.SIZES), "Sizes of the models.")
 _SEED = flags.DEFINE_integer("seed", 0, "Seed of parameters, windows and draws.")
-_MINUTES_TARGET = flags.DEFINE_float("minutes_target", 1.55, "Training time of the target.")
+_MINUTES_TARGET = flags.DEFINE_float("minutes_target", 2.8, "Training time of the target.")
 _MINUTES_DRAFTER = flags.DEFINE_float("minutes_drafter", 1.2, "Training time of the drafter.")
 _TOKENS_PER_STEP = flags.DEFINE_integer("tokens_per_step", 32768, "The target's batch, in tokens.")
 _LENGTHS = flags.DEFINE_list("lengths", ["1024"], "Sequence lengths of the target, in order.")

@@ -45,7 +45,7 @@ constexpr int kSharedBytes = kSegmentOffset + 128;
 static_assert(kSharedBytes <= 99 * 1024, "the smallest opt-in limit among sm_80 and later");
 
 constexpr int kMaxBlocks = 256;  // of the persistent grid
-constexpr int kMinRun = 4;       // steps below which another block costs more than it saves
+constexpr int kMinRun = 2;       // steps below which another block costs more than it saves
 constexpr int kPartFloats = kTileRows * (DDTREE_LATENT_DIM + 2);  // output, then maxima, then sums
 constexpr int kNodeBits = 32;
 
@@ -158,26 +158,24 @@ __device__ __forceinline__ void copy16_or_zero(uint32_t to, const void* from, bo
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(valid ? 16 : 0) : "memory");
 }
 
-__device__ __forceinline__ void group_barrier(int group) {
+__device__ __forceinline__ void group_barrier(uint32_t group) {
   asm volatile("bar.sync %0, %1;" ::"r"(1 + group), "n"(kParts * 32) : "memory");
 }
 
 // Where a thread stands in its block. Made anew for each phase of a step from an index that the compiler cannot see
 // through: addresses that it kept across phases would not fit in the registers.
 struct Place {
-  int warp, lane, group, part;
-  __device__ __forceinline__ explicit Place(int thread) {
+  uint32_t warp, lane, group, part;
+  __device__ __forceinline__ explicit Place(uint32_t thread) {
     asm volatile("" : "+r"(thread));
     warp = thread / 32;
     lane = thread % 32;
     group = warp / kParts;
     part = warp % kParts;
   }
-  // Scores for the warp that owns rows 8 * owner .. of the group from its three partners, lane by lane; then its
-  // weights.
-  __device__ __forceinline__ float4* exchange(uint8_t* shared, int owner) const {
-    return reinterpret_cast<float4*>(shared + kExchangeOffset + (group * kParts + owner) * (kParts - 1) * kExchange) +
-           lane;
+  // What the warp that owns rows 8 * owner .. of the group gets from its partners; then its weights.
+  __device__ __forceinline__ uint8_t* exchange(uint8_t* shared, uint32_t owner) const {
+    return shared + kExchangeOffset + (group * kParts + owner) * ((kParts - 1) * kExchange);
   }
   // The greatest score so far of the row that this lane's quad owns, and this lane's share of the sum of its weights.
   __device__ __forceinline__ float* maximum(uint8_t* shared) const {
@@ -191,6 +189,13 @@ struct Place {
     return reinterpret_cast<float*>(shared + kFactorOffset) + group * kGroupRows;
   }
 };
+
+// 2^x: 0 for -inf, NaN for NaN.
+__device__ __forceinline__ float power_of_two(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
 
 __device__ __forceinline__ uint32_t pack(float low, float high) {
   const __nv_bfloat162 pair = __floats2bfloat162_rn(low, high);
@@ -208,12 +213,12 @@ __device__ __forceinline__ uint32_t finite(uint32_t pair) {
 // 16-byte chunk c lies at c ^ (row % 8), which keeps ldmatrix free of bank conflicts. A warp copies four rows.
 __device__ __forceinline__ void load_step(uint32_t stage, const __nv_bfloat16* cache, int first, int end,
                                           Place me) {
-  const int warp = me.warp, lane = me.lane;
-  const int row = warp * 4, tail_row = row + lane / 8;
+  const uint32_t warp = me.warp, lane = me.lane;
+  const uint32_t row = warp * 4, tail_row = row + lane / 8;
   const char* from = reinterpret_cast<const char*>(cache + static_cast<int64_t>(first + row) * DDTREE_ROW_DIM);
   const uint32_t to = stage + row * kRowBytes;
   const uint32_t tail_to = stage + tail_row * kRowBytes + 1024 + ((lane % 8 ^ tail_row % 8) << 4);
-  const int tail_from = lane / 8 * kRowBytes + 1024 + lane % 8 * 16;
+  const uint32_t tail_from = lane / 8 * kRowBytes + 1024 + lane % 8 * 16;
   if (first + kStep <= end) {
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
@@ -227,12 +232,12 @@ __device__ __forceinline__ void load_step(uint32_t stage, const __nv_bfloat16* c
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
       const uint32_t chunk = to + j * kRowBytes + ((lane ^ (row % 8 + j)) << 4);
-      const bool valid = first + row + j < end;
+      const bool valid = first + static_cast<int>(row) + j < end;
       const char* source = valid ? from + lane * 16 + j * kRowBytes : inside;
       copy16_or_zero(chunk, source, valid);
       copy16_or_zero(chunk + 512, source + 512, valid);
     }
-    const bool valid = first + tail_row < end;
+    const bool valid = first + static_cast<int>(tail_row) < end;
     copy16_or_zero(tail_to, valid ? from + tail_from : inside, valid);
   }
 }
@@ -273,90 +278,114 @@ __device__ __forceinline__ void next_segment(const Problem& p, Segment* s) {
   s->request = p.batch;
 }
 
-// The first product of a step. A warp sums over its own numbers, sends every owner of rows its part of their scores,
-// and keeps in `own` those of the row that this lane's quad owns: own[t] are of cache rows 8 t + 2 (lane % 4) and the
-// next.
-__device__ __forceinline__ void score_step(uint8_t* shared, uint32_t stage, const uint32_t (&query)[2][kKSteps][4],
-                                           Place me, float (&own)[4][2]) {
+// Gives every owner of rows its part of their scores, lane by lane, and keeps this warp's own.
+template <int kPart>
+__device__ __forceinline__ void send_scores(uint8_t* shared, Place me, const float (&score)[2][4][4],
+                                            float (&own)[4][2]) {
+  uint8_t* to = me.exchange(shared, 0) + me.lane * 8;
 #pragma unroll
-  for (int pair = 0; pair < 2; ++pair) {  // of eight-row blocks of the stage
-    float score[2][2][4];
+  for (int owner = 0; owner < kParts; ++owner) {
 #pragma unroll
-    for (int m = 0; m < 2; ++m)
-#pragma unroll
-      for (int t = 0; t < 2; ++t)
-#pragma unroll
-        for (int e = 0; e < 4; ++e) score[m][t][e] = 0;
-    const int row = me.lane % 8 + me.lane / 16 * 8;
-    const uint32_t keys =
-        stage + row * kRowBytes + (((me.part * 2 + me.lane / 8 % 2) ^ row % 8) << 4) + pair * 16 * kRowBytes;
-#pragma unroll
-    for (int k = 0; k < kKSteps; ++k) {
-      uint32_t key[4];
-      load_b(key, keys + k * 128);
-#pragma unroll
-      for (int m = 0; m < 2; ++m) {
-        multiply(score[m][0], query[m][k], key[0], key[1]);
-        multiply(score[m][1], query[m][k], key[2], key[3]);
-      }
-    }
-#pragma unroll
-    for (int owner = 0; owner < kParts; ++owner) {
-      const int m = owner / 2, e = owner % 2 * 2;
-      if (owner != me.part) {
-        me.exchange(shared, owner)[(me.part - (me.part > owner)) * (kExchange / 16) + pair * 32] =
-            make_float4(score[m][0][e], score[m][0][e + 1], score[m][1][e], score[m][1][e + 1]);
+    for (int t = 0; t < 4; ++t) {
+      const float x = score[owner / 2][t][owner % 2 * 2], y = score[owner / 2][t][owner % 2 * 2 + 1];
+      if (owner == kPart) {
+        own[t][0] = x;
+        own[t][1] = y;
       } else {
-#pragma unroll
-        for (int t = 0; t < 2; ++t) {
-          own[pair * 2 + t][0] = score[m][t][e];
-          own[pair * 2 + t][1] = score[m][t][e + 1];
-        }
+        constexpr int kSlots = kParts - 1;
+        const int slot = owner * kSlots + kPart - (kPart > owner);
+        *reinterpret_cast<float2*>(to + slot * kExchange + t * 256) = make_float2(x, y);
       }
     }
   }
 }
 
+// The first product of a step. A warp sums over its own numbers and shares out the sums; in `own` it has those of the
+// row that this lane's quad owns: own[t] are of cache rows 8 t + 2 (lane % 4) and the next.
+__device__ __forceinline__ void score_step(uint8_t* shared, uint32_t stage, const uint32_t (&query)[2][kKSteps][4],
+                                           Place me, float (&own)[4][2]) {
+  float score[2][4][4];
+#pragma unroll
+  for (int m = 0; m < 2; ++m)
+#pragma unroll
+    for (int t = 0; t < 4; ++t)
+#pragma unroll
+      for (int e = 0; e < 4; ++e) score[m][t][e] = 0;
+  const uint32_t row = me.lane % 8 + me.lane / 16 * 8;
+  const uint32_t keys = stage + row * kRowBytes + (((me.part * 2 + me.lane / 8 % 2) ^ row % 8) << 4);
+#pragma unroll
+  for (int k = 0; k < kKSteps; ++k) {
+#pragma unroll
+    for (int pair = 0; pair < 2; ++pair) {
+      uint32_t key[4];
+      load_b(key, keys + k * 128 + pair * 16 * kRowBytes);
+#pragma unroll
+      for (int m = 0; m < 2; ++m) {
+        multiply(score[m][pair * 2], query[m][k], key[0], key[1]);
+        multiply(score[m][pair * 2 + 1], query[m][k], key[2], key[3]);
+      }
+    }
+  }
+  if (me.part == 0) {
+    send_scores<0>(shared, me, score, own);
+  } else if (me.part == 1) {
+    send_scores<1>(shared, me, score, own);
+  } else if (me.part == 2) {
+    send_scores<2>(shared, me, score, own);
+  } else {
+    send_scores<3>(shared, me, score, own);
+  }
+}
+
 // Makes what is not finite in a stage's latent numbers zero. A node's row may be NaN, and nodes that do not see it
 // multiply it by zero; by now it has made the scores of those that do see it NaN.
-__device__ __forceinline__ void clear_not_finite(uint8_t* stage, int thread) {
+__device__ __forceinline__ void clear_not_finite(uint8_t* stage, uint32_t thread) {
 #pragma unroll 1
-  for (int i = thread; i < kStep * DDTREE_LATENT_DIM / 8; i += kThreads) {
+  for (uint32_t i = thread; i < kStep * DDTREE_LATENT_DIM / 8; i += kThreads) {
     uint4* chunk = reinterpret_cast<uint4*>(stage + i / 64 * kRowBytes + (i % 64 << 4));
     const uint4 x = *chunk;
     *chunk = make_uint4(finite(x.x), finite(x.y), finite(x.z), finite(x.w));
   }
 }
 
+// Which of the 32 cache rows from tree row `first` on a node sees; `first` is negative for rows of the prefix.
+__device__ __forceinline__ uint32_t visible(const uint32_t* ancestors, int words, int first, int nodes) {
+  uint32_t seen;
+  if (first < 0) {
+    seen = ancestors[0] << -first | ((1u << -first) - 1);
+  } else {
+    const int word = first / kNodeBits;
+    seen = __funnelshift_r(ancestors[word], word + 1 < words ? ancestors[word + 1] : 0, first % kNodeBits);
+  }
+  return nodes - first < kStep ? seen & ((1u << (nodes - first)) - 1) : seen;
+}
+
 // The softmax of a step: completes the scores of the row that this lane's quad owns, and leaves their weights, laid out
 // as the second product takes them, and by what the row's output so far shrinks.
 __device__ __forceinline__ void weigh_step(const Problem& p, uint8_t* shared, const Segment& segment, int step,
                                            bool masked, Place me, float (&own)[4][2]) {
-  float4* from = me.exchange(shared, me.part);
+  uint8_t* from = me.exchange(shared, me.part);
 #pragma unroll
   for (int other = 0; other < kParts - 1; ++other) {
-    const float4 x = from[other * (kExchange / 16)], y = from[other * (kExchange / 16) + 32];
-    own[0][0] += x.x;
-    own[0][1] += x.y;
-    own[1][0] += x.z;
-    own[1][1] += x.w;
-    own[2][0] += y.x;
-    own[2][1] += y.y;
-    own[3][0] += y.z;
-    own[3][1] += y.w;
+#pragma unroll
+    for (int t = 0; t < 4; ++t) {
+      const float2 x = *reinterpret_cast<const float2*>(from + other * kExchange + t * 256 + me.lane * 8);
+      own[t][0] += x.x;
+      own[t][1] += x.y;
+    }
   }
   if (masked) {
-    const int row = segment.tile * kTileRows + me.group * kGroupRows + me.part * 8 + me.lane / 4;
+    const int row = segment.tile * kTileRows + static_cast<int>(me.warp * 8 + me.lane / 4);
     const int node = min(row / p.heads, segment.nodes - 1);
-    const uint32_t* seen = p.ancestors + (static_cast<int64_t>(segment.request) * p.nodes + node) * p.words;
+    const uint32_t seen = visible(p.ancestors + (static_cast<int64_t>(segment.request) * p.nodes + node) * p.words,
+                                  p.words, step * kStep - segment.length, segment.nodes) >>
+                          me.lane % 4 * 2;
 #pragma unroll
     for (int t = 0; t < 4; ++t) {
 #pragma unroll
       for (int e = 0; e < 2; ++e) {
-        const int j = step * kStep + t * 8 + me.lane % 4 * 2 + e - segment.length;
-        const bool visible = j < 0 || (j < segment.nodes && (seen[j / kNodeBits] >> (j % kNodeBits) & 1));
         const float x = fabsf(own[t][e]) <= FLT_MAX ? own[t][e] * p.log2_scale : NAN;
-        own[t][e] = visible ? x : -INFINITY;
+        own[t][e] = seen >> (t * 8 + e) & 1 ? x : -INFINITY;
       }
     }
   } else {
@@ -372,17 +401,19 @@ __device__ __forceinline__ void weigh_step(const Problem& p, uint8_t* shared, co
   for (int t = 0; t < 4; ++t) top = fmaxf(top, fmaxf(own[t][0], own[t][1]));
   top = fmaxf(top, __shfl_xor_sync(~0u, top, 1));
   top = fmaxf(top, __shfl_xor_sync(~0u, top, 2));
-  const float factor = top == maximum ? 1.0f : exp2f(maximum - top);
+  const float factor = top == maximum ? 1.0f : power_of_two(maximum - top);
   const float shift = top == -INFINITY ? 0.0f : top;  // nothing seen so far
   float sum = *me.sum(shared) * factor;
   uint32_t weights[4];
 #pragma unroll
   for (int t = 0; t < 4; ++t) {
-    const float x = exp2f(own[t][0] - shift), y = exp2f(own[t][1] - shift);
+    const float x = power_of_two(own[t][0] - shift), y = power_of_two(own[t][1] - shift);
     sum += x + y;
     weights[t] = pack(x, y);
   }
-  *reinterpret_cast<uint4*>(from) = make_uint4(weights[0], weights[1], weights[2], weights[3]);
+  __syncwarp();  // all lanes have read what this overwrites
+#pragma unroll
+  for (int t = 0; t < 4; ++t) *reinterpret_cast<uint32_t*>(from + t * 128 + me.lane * 4) = weights[t];
   *me.sum(shared) = sum;
   if (me.lane % 4 == 0) {
     *me.maximum(shared) = top;
@@ -394,7 +425,7 @@ __global__ void __launch_bounds__(kThreads, 1) attend(const Problem p) {
   extern __shared__ __align__(1024) uint8_t shared[];
   Segment& segment = *reinterpret_cast<Segment*>(shared + kSegmentOffset);
   const uint32_t base = static_cast<uint32_t>(__cvta_generic_to_shared(shared));
-  const int thread = threadIdx.x;
+  const uint32_t thread = threadIdx.x;
 
   if (thread < 32) {
     const int64_t run = run_length(steps_before(p, p.batch, thread), gridDim.x);
@@ -411,14 +442,15 @@ __global__ void __launch_bounds__(kThreads, 1) attend(const Problem p) {
   __syncthreads();
 
   while (segment.request < p.batch) {
-    load_step(base + segment.step % kStages * kStageBytes, segment.cache, segment.step * kStep,
+    load_step(base + static_cast<uint32_t>(segment.step) % kStages * kStageBytes, segment.cache, segment.step * kStep,
               segment.length + segment.nodes, Place(thread));
     asm volatile("cp.async.commit_group;" ::: "memory");
 
     uint32_t query[2][kKSteps][4];
     {
       const Place me(thread);
-      const int first_row = segment.tile * kTileRows + me.group * kGroupRows, real_rows = segment.nodes * p.heads;
+      const int first_row = segment.tile * kTileRows + static_cast<int>(me.group * kGroupRows);
+      const int real_rows = segment.nodes * p.heads;
       const __nv_bfloat16* queries =
           p.query + static_cast<int64_t>(segment.request) * p.nodes * p.heads * DDTREE_ROW_DIM + me.part * 16 +
           me.lane % 4 * 2;
@@ -426,7 +458,7 @@ __global__ void __launch_bounds__(kThreads, 1) attend(const Problem p) {
       for (int m = 0; m < 2; ++m) {
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-          const int row = first_row + m * 16 + half * 8 + me.lane / 4;
+          const int row = first_row + m * 16 + half * 8 + static_cast<int>(me.lane / 4);
           const __nv_bfloat16* from = queries + static_cast<int64_t>(min(row, real_rows - 1)) * DDTREE_ROW_DIM;
 #pragma unroll
           for (int k = 0; k < kKSteps; ++k) {
@@ -455,11 +487,11 @@ __global__ void __launch_bounds__(kThreads, 1) attend(const Problem p) {
       asm volatile("cp.async.wait_group 0;" ::: "memory");
       __syncthreads();
       if (step + 1 < segment.end_step) {
-        load_step(base + (step + 1) % kStages * kStageBytes, segment.cache, (step + 1) * kStep,
+        load_step(base + static_cast<uint32_t>(step + 1) % kStages * kStageBytes, segment.cache, (step + 1) * kStep,
                   segment.length + segment.nodes, Place(thread));
       }
       asm volatile("cp.async.commit_group;" ::: "memory");
-      const uint32_t stage = base + step % kStages * kStageBytes;
+      const uint32_t stage = base + static_cast<uint32_t>(step) % kStages * kStageBytes;
       const bool masked = (step + 1) * kStep > segment.length;
 
       float own[4][2];
@@ -475,13 +507,8 @@ __global__ void __launch_bounds__(kThreads, 1) attend(const Problem p) {
       group_barrier(thread / (kParts * 32));
 
       const Place me(thread);
-      uint32_t weight[2][2][4];
 #pragma unroll
       for (int m = 0; m < 2; ++m) {
-        const uint4 low = *reinterpret_cast<const uint4*>(me.exchange(shared, m * 2));
-        const uint4 high = *reinterpret_cast<const uint4*>(me.exchange(shared, m * 2 + 1));
-        weight[m][0][0] = low.x, weight[m][0][1] = high.x, weight[m][0][2] = low.y, weight[m][0][3] = high.y;
-        weight[m][1][0] = low.z, weight[m][1][1] = high.z, weight[m][1][2] = low.w, weight[m][1][3] = high.w;
         const float f0 = me.factors(shared)[m * 16 + me.lane / 4], f1 = me.factors(shared)[m * 16 + me.lane / 4 + 8];
         if (__any_sync(~0u, f0 != 1.0f || f1 != 1.0f)) {
 #pragma unroll
@@ -496,18 +523,25 @@ __global__ void __launch_bounds__(kThreads, 1) attend(const Problem p) {
         }
       }
       {
-        const int row = me.lane % 16;
+        const uint32_t row = me.lane % 16;
         const uint32_t values = stage + row * kRowBytes + (((me.part * 2 + me.lane / 16) ^ row % 8) << 4);
 #pragma unroll
         for (int kk = 0; kk < 2; ++kk) {
+          uint32_t weight[2][4];  // a word at a time: wider loads would need moves into the product's registers
+#pragma unroll
+          for (int i = 0; i < 8; ++i) {
+            const int m = i / 4, half = i % 2, t = kk * 2 + i % 4 / 2;
+            weight[m][i % 4] = *reinterpret_cast<const uint32_t*>(me.exchange(shared, m * 2 + half) + t * 128 +
+                                                                  me.lane * 4);
+          }
 #pragma unroll
           for (int k = 0; k < kColumns; ++k) {
             uint32_t value[4];
             load_b_transposed(value, values + kk * 16 * kRowBytes + k * 128);
 #pragma unroll
             for (int m = 0; m < 2; ++m) {
-              multiply(out[m][k][0], weight[m][kk], value[0], value[1]);
-              multiply(out[m][k][1], weight[m][kk], value[2], value[3]);
+              multiply(out[m][k][0], weight[m], value[0], value[1]);
+              multiply(out[m][k][1], weight[m], value[2], value[3]);
             }
           }
         }
@@ -526,7 +560,8 @@ __global__ void __launch_bounds__(kThreads, 1) attend(const Problem p) {
       for (int m = 0; m < 2; ++m) {
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-          const int row = segment.tile * kTileRows + me.group * kGroupRows + m * 16 + half * 8 + me.lane / 4;
+          const int row =
+              segment.tile * kTileRows + static_cast<int>(me.group * kGroupRows + me.lane / 4) + m * 16 + half * 8;
           const float f = me.factors(shared)[m * 16 + half * 8 + me.lane / 4];
           if (row < segment.nodes * p.heads) {
             __nv_bfloat16* to =
@@ -546,7 +581,7 @@ __global__ void __launch_bounds__(kThreads, 1) attend(const Problem p) {
       float* part_out = p.parts + (2 * static_cast<int64_t>(blockIdx.x) + (segment.step == 0)) * kPartFloats;
       float* maxima = part_out + kTileRows * DDTREE_LATENT_DIM;
       if (me.lane % 4 == 0) {
-        const int row = me.group * kGroupRows + me.part * 8 + me.lane / 4;
+        const uint32_t row = me.warp * 8 + me.lane / 4;
         maxima[row] = *me.maximum(shared);
         maxima[kTileRows + row] = sum;
       }
@@ -554,7 +589,7 @@ __global__ void __launch_bounds__(kThreads, 1) attend(const Problem p) {
       for (int m = 0; m < 2; ++m)
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-          const int row = me.group * kGroupRows + m * 16 + half * 8 + me.lane / 4;
+          const uint32_t row = me.group * kGroupRows + m * 16 + half * 8 + me.lane / 4;
           float* to = part_out + row * DDTREE_LATENT_DIM + me.part * 16 + me.lane % 4 * 2;
 #pragma unroll
           for (int k = 0; k < kColumns; ++k)
@@ -589,29 +624,39 @@ __global__ void __launch_bounds__(kThreads) merge(const Problem p, int blocks) {
   }
   const int64_t run = run_length(steps_before(p, p.batch, lane), blocks);
   const int64_t first = steps_before(p, b, lane) + static_cast<int64_t>(row / kTileRows) * r.steps;
-  const int64_t block0 = first / run, block1 = (first + r.steps - 1) / run;
-  if (block0 == block1) return;
+  const int64_t block0 = first / run;
+  const int count = static_cast<int>((first + r.steps - 1) / run - block0) + 1;
+  if (count == 1) return;
   const int tile_row = row % kTileRows;
-  const auto slot = [&](int64_t block) { return p.parts + (2 * block + (block == block0)) * kPartFloats; };
+  const auto part = [&](int i) { return p.parts + (2 * (block0 + i) + (i == 0)) * kPartFloats; };
   float top = -INFINITY;
-  for (int64_t block = block0; block <= block1; ++block) {
-    top = fmaxf(top, slot(block)[kTileRows * DDTREE_LATENT_DIM + tile_row]);
-  }
-  float sum = 0;
-  float2 total[DDTREE_LATENT_DIM / 64] = {};
-  for (int64_t block = block0; block <= block1; ++block) {
-    const float* from = slot(block);
-    const float maximum = from[kTileRows * DDTREE_LATENT_DIM + tile_row];
-    const float factor = maximum == top ? 1.0f : exp2f(maximum - top);
-    sum += factor * from[kTileRows * (DDTREE_LATENT_DIM + 1) + tile_row];
-    const float2* values = reinterpret_cast<const float2*>(from + tile_row * DDTREE_LATENT_DIM) + lane;
+  for (int i = lane; i < count; i += 32) top = fmaxf(top, part(i)[kTileRows * DDTREE_LATENT_DIM + tile_row]);
 #pragma unroll
-    for (int c = 0; c < DDTREE_LATENT_DIM / 64; ++c) {
-      const float2 x = values[c * 32];
-      total[c].x += factor * x.x;
-      total[c].y += factor * x.y;
+  for (int d = 16; d > 0; d /= 2) top = fmaxf(top, __shfl_xor_sync(~0u, top, d));
+  float sum = 0;  // this lane's parts of it
+  float2 total[DDTREE_LATENT_DIM / 64] = {};
+  for (int i0 = 0; i0 < count; i0 += 32) {
+    float own_factor = 0;
+    if (i0 + lane < count) {
+      const float* from = part(i0 + lane) + kTileRows * DDTREE_LATENT_DIM + tile_row;
+      own_factor = from[0] == top ? 1.0f : power_of_two(from[0] - top);
+      sum += own_factor * from[kTileRows];
+    }
+    const int parts = min(32, count - i0);
+#pragma unroll 4
+    for (int i = 0; i < parts; ++i) {
+      const float factor = __shfl_sync(~0u, own_factor, i);
+      const float2* values = reinterpret_cast<const float2*>(part(i0 + i) + tile_row * DDTREE_LATENT_DIM) + lane;
+#pragma unroll
+      for (int c = 0; c < DDTREE_LATENT_DIM / 64; ++c) {
+        const float2 x = values[c * 32];
+        total[c].x += factor * x.x;
+        total[c].y += factor * x.y;
+      }
     }
   }
+#pragma unroll
+  for (int d = 16; d > 0; d /= 2) sum += __shfl_xor_sync(~0u, sum, d);
   const float inverse = 1.0f / sum;
 #pragma unroll
   for (int c = 0; c < DDTREE_LATENT_DIM / 64; ++c) {

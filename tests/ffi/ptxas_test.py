@@ -1,0 +1,47 @@
+"""The CUDA kernels as ptxas sees them for sm_120: no spills, and no more shared memory than a block may have."""
+
+import pathlib
+import re
+import shutil
+import subprocess
+
+import pytest
+
+_FFI = pathlib.Path(__file__).parents[2] / "ffi"
+_SHARED_LIMIT = 99 * 1024  # bytes a block on sm_120
+_SPILL_BOUND = 0
+
+pytestmark = pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc")
+
+
+def _functions(report):
+    """(name, spill bytes, shared bytes) of each function in a `ptxas -v` report."""
+    blocks = re.split(r"Compiling entry function '", report)[1:]
+    for block in blocks:
+        name = block.split("'")[0]
+        spills = sum(map(int, re.findall(r"(\d+) bytes spill (?:stores|loads)", block)))
+        shared = sum(map(int, re.findall(r"(\d+) bytes smem", block)))
+        yield name, spills, shared
+
+
+@pytest.mark.parametrize("source", sorted(path.name for path in (_FFI / "cuda").glob("*.cu")))
+def test_no_spills_on_sm_120(source, tmp_path):
+    command = [
+        "nvcc",
+        "-std=c++17",
+        "-O3",
+        "-gencode=arch=compute_120,code=sm_120",
+        "-Xptxas=-v",
+        f"-I{_FFI.parent}",
+        "-c",
+        str(_FFI / "cuda" / source),
+        "-o",
+        str(tmp_path / "out.o"),
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=500)
+    assert done.returncode == 0, done.stderr
+    functions = list(_functions(done.stderr))
+    assert functions, done.stderr
+    for name, spills, shared in functions:
+        assert spills <= _SPILL_BOUND, (name, spills)
+        assert shared <= _SHARED_LIMIT, (name, shared)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
+import math
 import os
 from collections.abc import Mapping
 from typing import Any
@@ -12,6 +14,7 @@ from .rope import RopeConfig
 
 LATENT_DIM = 512  # what the kernels serve: see ffi/ddtree.h
 ROPE_DIM = 64
+_MOST_LAYERS = 1024
 
 
 class _Section:
@@ -29,6 +32,21 @@ class _Section:
     def get(self, key: str, default: Any = None) -> Any:
         value = self.values.get(key)
         return default if value is None else value
+
+    def whole(self, key: str, default: int | None = None) -> int:
+        """The whole number at `key`; without a default the key must be there."""
+        return self._convert(_whole, key, default)
+
+    def number(self, key: str, default: float | None = None) -> float:
+        """The finite number at `key`; without a default the key must be there."""
+        return self._convert(_number, key, default)
+
+    def _convert(self, convert, key, default):
+        value = self.need(key) if default is None else self.get(key, default)
+        try:
+            return convert(value)
+        except ValueError as error:
+            raise ValueError(f"{self.where}: {key} {error}") from error
 
     def only(self, key: str, *served: Any):
         """Refuses any value of `key` but those served; a missing key is fine."""
@@ -55,11 +73,43 @@ def read_json(path_or_dict: str | os.PathLike | Mapping[str, Any]) -> tuple[dict
     with open(path, encoding="utf-8") as file:
         try:
             values = json.load(file)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise ValueError(f"{path}: not valid JSON ({error})") from error
     if not isinstance(values, dict):
         raise ValueError(f"{path}: expected a JSON object, found a {type(values).__name__}")
     return values, path
+
+
+def _whole(value: Any) -> int:
+    """A JSON number without a fraction; nothing else becomes an integer quietly."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or value != value // 1:
+        raise ValueError(f"must be a whole number, not {value!r}")
+    return int(value)
+
+
+def _number(value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        raise ValueError(f"must be a finite number, not {value!r}")
+    return float(value)
+
+
+@contextlib.contextmanager
+def _naming(where: str):
+    """Puts the file's name in front of what is wrong with one of its values."""
+    try:
+        yield
+    except (TypeError, ValueError, OverflowError) as error:
+        if str(error).startswith(where.split(" (")[0]):
+            raise
+        raise ValueError(f"{where}: {error}") from error
+
+
+def _check_bounds(config: Any, bounds: Mapping[str, tuple[float, float]]):
+    """Refuses sizes that no model has before anything is allocated by them."""
+    for name, (low, high) in bounds.items():
+        value = getattr(config, name)
+        if value is not None and not low <= value <= high:
+            raise ValueError(f"{name} must lie in {low} .. {high}, not {value}")
 
 
 def _rope(section: _Section) -> RopeConfig:
@@ -75,25 +125,23 @@ def _rope(section: _Section) -> RopeConfig:
     kind = inner.get("rope_type", inner.get("type", "default"))
     override = section.get("rope_attention_factor", inner.get("attention_factor"))
     if kind == "default":
-        return RopeConfig(theta=float(theta))
+        return RopeConfig(theta=_number(theta))
     if kind not in ("yarn", "deepseek_yarn"):
         raise ValueError(
             f"{section.where}: rope type {kind!r}, but only 'default' or 'yarn' is supported"
         )
     optional = {
-        key: float(inner.get(key))
-        for key in ("mscale", "mscale_all_dim")
-        if inner.get(key) is not None
+        key: inner.number(key) for key in ("mscale", "mscale_all_dim") if inner.get(key) is not None
     }
     return RopeConfig(
-        theta=float(theta),
-        factor=float(inner.need("factor")),
-        original_max_position_embeddings=int(
+        theta=_number(theta),
+        factor=inner.number("factor"),
+        original_max_position_embeddings=_whole(
             inner.get("original_max_position_embeddings") or section.need("max_position_embeddings")
         ),
-        beta_fast=float(inner.get("beta_fast", 32.0)),
-        beta_slow=float(inner.get("beta_slow", 1.0)),
-        attention_factor=None if override is None else float(override),
+        beta_fast=inner.number("beta_fast", 32.0),
+        beta_slow=inner.number("beta_slow", 1.0),
+        attention_factor=None if override is None else _number(override),
         **optional,
     )
 
@@ -101,7 +149,7 @@ def _rope(section: _Section) -> RopeConfig:
 def _ids(value: Any) -> tuple[int, ...]:
     if value is None:
         return ()
-    return tuple(int(v) for v in value) if isinstance(value, list | tuple) else (int(value),)
+    return tuple(_whole(v) for v in value) if isinstance(value, list | tuple) else (_whole(value),)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -145,6 +193,7 @@ class KimiK26Config:
     experts: str = "float"
 
     def __post_init__(self):
+        _check_bounds(self, _TARGET_BOUNDS)
         for name, served in (("kv_lora_rank", LATENT_DIM), ("qk_rope_head_dim", ROPE_DIM)):
             if getattr(self, name) != served:
                 raise ValueError(
@@ -184,28 +233,27 @@ class KimiK26Config:
         text.only("attention_bias", False)
         text.only("rope_interleave", True)
         quantization = text.get("quantization_config", outer.get("quantization_config"))
-        try:
+        with _naming(text.where):
+            rank = text.need("q_lora_rank")
             return cls(
-                **{name: int(text.need(name)) for name in _TARGET_INTEGERS},
-                q_lora_rank=text.need("q_lora_rank"),
-                n_shared_experts=int(text.get("n_shared_experts", 0)),
-                n_group=int(text.get("n_group", 1)),
-                topk_group=int(text.get("topk_group", 1)),
+                **{name: text.whole(name) for name in _TARGET_INTEGERS},
+                q_lora_rank=None if rank is None else _whole(rank),
+                n_shared_experts=text.whole("n_shared_experts", 0),
+                n_group=text.whole("n_group", 1),
+                topk_group=text.whole("topk_group", 1),
                 norm_topk_prob=bool(text.get("norm_topk_prob", True)),
-                routed_scaling_factor=float(text.need("routed_scaling_factor")),
-                moe_layer_freq=int(text.get("moe_layer_freq", 1)),
-                rms_norm_eps=float(text.need("rms_norm_eps")),
+                routed_scaling_factor=text.number("routed_scaling_factor"),
+                moe_layer_freq=text.whole("moe_layer_freq", 1),
+                rms_norm_eps=text.number("rms_norm_eps"),
                 rope=_rope(text),
-                latent_norm_eps=float(text.get("latent_norm_eps", 1e-6)),
+                latent_norm_eps=text.number("latent_norm_eps", 1e-6),
                 tie_word_embeddings=bool(
                     text.get("tie_word_embeddings", outer.get("tie_word_embeddings", False))
                 ),
-                initializer_range=float(text.get("initializer_range", 0.02)),
+                initializer_range=text.number("initializer_range", 0.02),
                 eos_token_ids=_ids(text.get("eos_token_id", outer.get("eos_token_id"))),
                 experts="float" if quantization is None else _int4(quantization, where),
             )
-        except TypeError as error:
-            raise ValueError(f"{text.where}: a value has the wrong type ({error})") from error
 
     def is_moe(self, layer: int) -> bool:
         """Whether the 0-based `layer` routes to experts."""
@@ -233,6 +281,28 @@ _TARGET_INTEGERS = (
     "first_k_dense_replace",
     "max_position_embeddings",
 )
+
+
+_TARGET_BOUNDS = {
+    "vocab_size": (1, 2**24),
+    "hidden_size": (1, 2**20),
+    "num_hidden_layers": (1, _MOST_LAYERS),
+    "num_attention_heads": (1, 2**12),
+    "q_lora_rank": (1, 2**20),
+    "qk_nope_head_dim": (1, 2**14),
+    "v_head_dim": (1, 2**14),
+    "intermediate_size": (1, 2**22),
+    "moe_intermediate_size": (1, 2**22),
+    "n_routed_experts": (1, 2**14),
+    "n_shared_experts": (0, 2**8),
+    "n_group": (1, 2**14),
+    "topk_group": (1, 2**14),
+    "first_k_dense_replace": (0, 2**20),
+    "moe_layer_freq": (1, 2**20),
+    "max_position_embeddings": (1, 2**30),
+    "rms_norm_eps": (0, 1),
+    "latent_norm_eps": (0, 1),
+}
 
 
 def _int4(quantization: Any, where: str) -> str:
@@ -297,10 +367,7 @@ class DFlashConfig:
     initializer_range: float = 0.02
 
     def __post_init__(self):
-        if self.block_size < 2:
-            raise ValueError(
-                f"block_size must be at least 2 (the root and one mask), not {self.block_size}"
-            )
+        _check_bounds(self, _DRAFTER_BOUNDS)
         if self.num_attention_heads % self.num_key_value_heads:
             raise ValueError(
                 f"num_attention_heads {self.num_attention_heads} must be a multiple of "
@@ -335,32 +402,32 @@ class DFlashConfig:
             raise ValueError(f"{where}: dflash_config must be an object")
         both = _Section({**values, **{k: v for k, v in nested.items() if v is not None}}, where)
         architectures = both.get("architectures", ["DFlashDraftModel"])
-        if "DFlashDraftModel" not in architectures:
+        if not isinstance(architectures, list) or "DFlashDraftModel" not in architectures:
             raise ValueError(
                 f"{where}: architectures is {architectures!r}, expected 'DFlashDraftModel'"
             )
         both.only("hidden_act", "silu")
         both.only("attention_bias", False)
         softcap = both.get("final_logit_softcapping")
-        try:
-            layers = int(both.need("num_hidden_layers"))
-            targets = int(both.need("num_target_layers"))
+        with _naming(where):
+            layers = both.whole("num_hidden_layers")
+            if not 1 <= layers <= _MOST_LAYERS:
+                raise ValueError(f"num_hidden_layers must lie in 1 .. {_MOST_LAYERS}, not {layers}")
+            targets = both.whole("num_target_layers")
             return cls(
-                **{name: int(both.need(name)) for name in _DRAFTER_INTEGERS},
+                **{name: both.whole(name) for name in _DRAFTER_INTEGERS},
                 num_hidden_layers=layers,
                 num_target_layers=targets,
-                rms_norm_eps=float(both.need("rms_norm_eps")),
+                rms_norm_eps=both.number("rms_norm_eps"),
                 rope=_rope(both),
-                block_size=int(both.get("block_size", 16)),
+                block_size=both.whole("block_size", 16),
                 taps=_ids(both.get("target_layer_ids")) or default_taps(targets, layers),
                 layers=_draft_layers(both, layers),
-                input_embedding_scale=float(both.get("input_embedding_scale", 1.0)),
-                output_multiplier=float(both.get("output_multiplier", 1.0)),
-                final_logit_softcapping=None if softcap is None else float(softcap),
-                initializer_range=float(both.get("initializer_range", 0.02)),
+                input_embedding_scale=both.number("input_embedding_scale", 1.0),
+                output_multiplier=both.number("output_multiplier", 1.0),
+                final_logit_softcapping=None if softcap is None else _number(softcap),
+                initializer_range=both.number("initializer_range", 0.02),
             )
-        except TypeError as error:
-            raise ValueError(f"{where}: a value has the wrong type ({error})") from error
 
 
 _DRAFTER_INTEGERS = (
@@ -375,6 +442,21 @@ _DRAFTER_INTEGERS = (
 )
 
 
+_DRAFTER_BOUNDS = {
+    "vocab_size": (1, 2**24),
+    "hidden_size": (1, 2**20),
+    "intermediate_size": (1, 2**22),
+    "num_hidden_layers": (1, _MOST_LAYERS),
+    "num_attention_heads": (1, 2**12),
+    "num_key_value_heads": (1, 2**12),
+    "head_dim": (1, 2**14),
+    "max_position_embeddings": (1, 2**30),
+    # The root and at least one mask; a tree is at most 31 deep.
+    "block_size": (2, 32),
+    "rms_norm_eps": (0, 1),
+}
+
+
 def default_taps(target_layers: int, taps: int) -> tuple[int, ...]:
     """DFlash's rule for a config without target_layer_ids: evenly spread, the ends spared."""
     if taps == 1:
@@ -386,7 +468,7 @@ def _draft_layers(section: _Section, count: int) -> tuple[DraftLayer, ...]:
     """Window and causality of each layer; sliding layers are causal unless the config says."""
     causal = section.get("causal", section.get("is_causal"))
     if section.get("use_swa"):
-        window = int(section.need("swa_window_size"))
+        window = section.whole("swa_window_size")
         return (DraftLayer(causal=bool(causal), window=window),) * count
     layers = []
     for kind in section.get("layer_types", ["full_attention"] * count):
@@ -396,7 +478,7 @@ def _draft_layers(section: _Section, count: int) -> tuple[DraftLayer, ...]:
         layers.append(
             DraftLayer(
                 causal=sliding if causal is None else bool(causal),
-                window=int(section.need("sliding_window")) if sliding else None,
+                window=section.whole("sliding_window") if sliding else None,
             )
         )
     return tuple(layers)

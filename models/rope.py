@@ -38,6 +38,14 @@ class RopeConfig:
     mscale_all_dim: float | None = None
     attention_factor: float | None = None
 
+    def __post_init__(self):
+        for name in ("theta", "factor", "beta_fast", "beta_slow"):
+            value = getattr(self, name)
+            if value is not None and value <= 0:
+                raise ValueError(f"the rope's {name} must be above 0, not {value}")
+        if self.factor is not None and self.original_max_position_embeddings < 1:
+            raise ValueError("the rope's original_max_position_embeddings must be at least 1")
+
     @property
     def amplitude(self) -> float:
         """What multiplies cos and sin."""

@@ -254,6 +254,9 @@ def _prefill(target, drafter, prompt_tokens, prompt_lengths, keys, config) -> De
     chunk = min(config.prefill_chunk, width)
     padded = -(-width // chunk) * chunk
     valid = (prompt_lengths >= 1) & (prompt_lengths <= min(width, target.max_context))
+    steps = jnp.arange(width, dtype=jnp.int32)
+    foreign = (prompt_tokens < 0) | (prompt_tokens >= target.vocab_size)
+    valid &= ~jnp.any(foreign & (steps < prompt_lengths[:, None]), axis=1)
     counts = jnp.where(valid, prompt_lengths, 0)
 
     # Room for the longest request's tree behind its last committed row, and for whole prefill chunks.

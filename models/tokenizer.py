@@ -68,6 +68,18 @@ _STOPS = ("[EOS]", "<|im_end|>", "[EOT]")
 _MAX_PIECE = 400_000
 _LONG_RUN = re.compile(r"\s{1,25000}|\S{1,25000}")
 
+_MOST_TOKENS = 2**24
+# A template is a program: within the sandbox it can still divide by zero, run out of depth or of memory.
+_TEMPLATE_ERRORS = (
+    jinja2.TemplateError,
+    ArithmeticError,
+    LookupError,
+    MemoryError,
+    RecursionError,
+    TypeError,
+    ValueError,
+)
+
 
 class Tokenizer:
     """Text to token ids and back.
@@ -183,7 +195,7 @@ class Tokenizer:
                 add_generation_prompt=add_generation_prompt,
                 **variables,
             )
-        except (jinja2.TemplateError, TypeError) as error:
+        except _TEMPLATE_ERRORS as error:
             raise ValueError(f"{self._source}: the chat template failed: {error}") from error
 
     def _ordinary(self, text: str) -> Iterator[int]:
@@ -228,7 +240,12 @@ def load_tokenizer(path: str | os.PathLike) -> Tokenizer:
     config = _optional(folder, "config.json")
     generation = _optional(folder, "generation_config.json")
     text = config.get("text_config") or config
-    vocab_size = int(text.get("vocab_size") or len(ranks) + _SLOTS)
+    vocab_size = text.get("vocab_size") or len(ranks) + _SLOTS
+    if not _is_whole(vocab_size) or vocab_size > _MOST_TOKENS:
+        raise ValueError(
+            f"{os.path.join(folder, 'config.json')}: vocab_size must be a whole number up to "
+            f"{_MOST_TOKENS}, not {vocab_size!r}"
+        )
     if vocab_size < len(ranks):
         raise ValueError(
             f"{model}: {len(ranks)} ranks, but config.json's vocab_size is {vocab_size}; "
@@ -239,6 +256,12 @@ def load_tokenizer(path: str | os.PathLike) -> Tokenizer:
     stops: list[int] = []
     for end in ends:
         stops.extend(end if isinstance(end, list) else [] if end is None else [end])
+    for stop in stops:
+        if not _is_whole(stop) or not 0 <= stop < vocab_size:
+            raise ValueError(
+                f"{folder}: eos_token_id in config.json or generation_config.json must hold token ids "
+                f"below {vocab_size}, not {stop!r}"
+            )
     stops.extend(specials[name] for name in _STOPS if name in specials)
     return Tokenizer(
         ranks,
@@ -248,6 +271,10 @@ def load_tokenizer(path: str | os.PathLike) -> Tokenizer:
         chat_template=_read_template(folder, settings),
         source=folder,
     )
+
+
+def _is_whole(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
 
 
 def _read_ranks(path: str) -> dict[bytes, int]:

@@ -223,19 +223,23 @@ def test_sampled_tokens_follow_the_targets_distribution(rng, mode):
     assert chi2 < freedom + 5 * np.sqrt(2 * freedom) + 10, (chi2, freedom)
 
 
-def test_invalid_lengths_under_jit_are_a_finish_reason(rng):
+def test_invalid_prompts_under_jit_are_a_finish_reason(rng):
     target, drafter = random_pair(rng)
-    tokens = rng.integers(0, target.vocab_size, (3, 5)).astype(np.int32)
+    tokens = rng.integers(0, target.vocab_size, (5, 5)).astype(np.int32)
+    tokens[3, 2], tokens[4, 0] = target.vocab_size, -1
+    tokens[1, 4] = 999  # past the prompt's end: nobody's business
     config = DecodeConfig(max_new_tokens=8)
-    result = decode(target, drafter, tokens, np.array([0, 3, 6], np.int32), config=config)
+    result = decode(target, drafter, tokens, np.array([0, 3, 6, 5, 5], np.int32), config=config)
     assert np.asarray(result.finish_reason).tolist() == [
         FinishReason.INVALID,
         FinishReason.LENGTH,
         FinishReason.INVALID,
+        FinishReason.INVALID,
+        FinishReason.INVALID,
     ]
     want = follow(np.asarray(target.table), tokens[1, :3], 8)[0]
     assert np.asarray(result.tokens[1, :11]).tolist() == want
-    assert np.asarray(result.lengths).tolist() == [0, 11, 0]
+    assert np.asarray(result.lengths).tolist() == [0, 11, 0, 0, 0]
 
 
 def test_loop_has_no_cache_copy_and_shows_the_primitives(rng):

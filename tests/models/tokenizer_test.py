@@ -2,10 +2,11 @@
 
 import base64
 import json
+import shutil
 
 import pytest
 
-from ddtree_jax.models import load_tokenizer
+from ddtree_jax.models import demo, load_tokenizer
 
 MERGES = [
     "He",
@@ -188,4 +189,33 @@ def test_bad_rank_files(tmp_path, text, message):
 def test_a_vocabulary_smaller_than_the_ranks(folder):
     (folder / "config.json").write_text(json.dumps({"vocab_size": 10}))
     with pytest.raises(ValueError, match="do not belong together"):
+        load_tokenizer(folder)
+
+
+@pytest.mark.parametrize(
+    "template",
+    ["{{ 1 / 0 }}", "{{ 'a'.encode('x') }}", "{{ '{x}'.format() }}", "{{ '{:q}'.format(1) }}"],
+)
+def test_a_template_that_fails_is_one_sentence(tmp_path, template):
+    folder = shutil.copytree(demo.TARGET, tmp_path / "target")
+    (folder / "chat_template.jinja").write_text(template)
+    with pytest.raises(ValueError, match="the chat template failed"):
+        load_tokenizer(folder).apply_chat_template([{"role": "user", "content": "x"}])
+
+
+@pytest.mark.parametrize("stop", ["x", 10**9, -1, 3.5, None, {}])
+def test_stop_ids_are_tokens(tmp_path, stop):
+    folder = shutil.copytree(demo.TARGET, tmp_path / "target")
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [stop]}))
+    with pytest.raises(ValueError, match="eos_token_id"):
+        load_tokenizer(folder)
+
+
+@pytest.mark.parametrize("size", [[1], 10**12, 1.5])
+def test_vocab_size_is_checked_before_it_is_filled(tmp_path, size):
+    folder = shutil.copytree(demo.TARGET, tmp_path / "target")
+    config = json.loads((folder / "config.json").read_text())
+    config["text_config"]["vocab_size"] = size
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match="vocab_size"):
         load_tokenizer(folder)

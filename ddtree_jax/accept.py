@@ -51,7 +51,11 @@ def tree_accept(tree: DraftTree, target_tokens, *, stop_tokens=None, max_new=Non
     target_tokens = _checks.array("target_tokens", target_tokens, ("B", "N"), jnp.int32)
     shape = target_tokens.shape
     if stop_tokens is None or isinstance(stop_tokens, tuple | list):
-        stop_tokens = np.asarray(stop_tokens or (), np.int32)
+        limits = np.iinfo(np.int32)
+        stop_tokens = np.asarray(
+            [_checks.between("a stop token", t, limits.min, limits.max) for t in stop_tokens or ()],
+            np.int32,
+        )
     stop_tokens = _checks.array("stop_tokens", stop_tokens, ("M",), jnp.int32)
     if max_new is None:
         max_new = jnp.full(shape[:1], np.iinfo(np.int32).max, jnp.int32)

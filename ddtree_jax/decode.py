@@ -211,7 +211,7 @@ def _emit(target, state: DecodeState, tree: DraftTree, logits, config: DecodeCon
     """Walks the tree along the target's tokens and appends what is emitted to the requests."""
     running = state.finish_reason == FinishReason.RUNNING
     wanted = state.prompt_lengths + config.max_new_tokens
-    limit = jnp.minimum(wanted, target.max_context)
+    limit = jnp.minimum(wanted, min(target.max_context, state.tokens.shape[1]))
     with jax.named_scope("accept"):
         chosen = sampling.target_tokens(
             logits,

@@ -87,18 +87,20 @@ def _run():
     dtype = _DTYPE.value or ("float32" if jax.default_backend() == "cpu" else "bfloat16")
     tokenizer = models.load_tokenizer(target_path)
     prompts, texts = _prompts(tokenizer, from_demo)
+    target = models.load_target(target_path, dtype=dtype)
+    drafter = models.load_drafter(drafter_path, target, dtype=dtype) if needs_drafter else None
     config = ddtree_jax.DecodeConfig(
         mode=_MODE.value,
         budget=_BUDGET.value,
-        max_new_tokens=_MAX_NEW.value,
+        # More than the context holds would only make room for what can never be said.
+        max_new_tokens=min(_MAX_NEW.value, target.max_context),
         stop_tokens=tuple(tokenizer.stop_ids),
         temperature=_TEMPERATURE.value,
         top_k=_TOP_K.value,
         top_p=_TOP_P.value,
         seed=_SEED.value,
     )
-    target = models.load_target(target_path, dtype=dtype)
-    drafter = models.load_drafter(drafter_path, target, dtype=dtype) if needs_drafter else None
+    _check_prompts(prompts, target)
 
     device = jax.devices()[0].device_kind
     decode = _compare if _COMPARE.value else _stream
@@ -119,6 +121,7 @@ def _stream(target, drafter, tokenizer, config, prompts, texts, device, dtype):
         completions += runner.run(batch, printer.push)
         printer.finish()
     totals = runner.totals
+    _warn(completions)
     print(
         f"{totals.tokens_per_second:.1f} tokens/s, {totals.rounds} rounds, "
         f"{totals.mean_accepted:.2f} tokens accepted a round, {config.mode} on {device} ({dtype})"
@@ -166,6 +169,12 @@ def _compare(target, drafter, tokenizer, config, prompts, texts, device, dtype):
         )
     report = _report("ddtree", device, *results["ddtree"], tokenizer, texts)
     return {**report, "compare": rows}
+
+
+def _warn(completions):
+    for i, one in enumerate(completions):
+        if one.finish_reason == "numerical":
+            print(f"warning: prompt {i}: the target's logits were not finite", file=sys.stderr)
 
 
 def _report(mode, device, totals, completions, tokenizer, texts):
@@ -218,11 +227,16 @@ def _prompts(tokenizer, from_demo):
     texts = list(_PROMPT.value or [])
     if _PROMPT_FILE.value is not None:
         path = pathlib.Path(_PROMPT_FILE.value)
-        content = path.read_text(encoding="utf-8")
+        try:
+            content = path.read_text(encoding="utf-8")
+        except UnicodeDecodeError as error:
+            raise ValueError(f"{path}: not UTF-8 text ({error})") from error
         if path.suffix == ".jsonl":
-            for number, line in enumerate(content.splitlines(), 1):
+            for number, line in enumerate(content.split("\n"), 1):
                 if line.strip():
                     texts.append(_json_prompt(path, number, line))
+            if not texts:
+                raise ValueError(f"{path}: holds no prompt")
         else:
             texts.append(content)
     if not texts:
@@ -247,6 +261,16 @@ def _prompts(tokenizer, from_demo):
         if not one:
             raise ValueError(f"prompt {i} is empty: give it some text")
     return ids, texts
+
+
+def _check_prompts(prompts, target):
+    """Refuses what cannot be decoded before anything is, so that no finished text is lost to it."""
+    for i, prompt in enumerate(prompts):
+        if len(prompt) > target.max_context:
+            raise ValueError(
+                f"prompt {i} has {len(prompt)} tokens, but the target's context holds "
+                f"{target.max_context}: shorten it"
+            )
 
 
 def _json_prompt(path, number, line):

@@ -61,8 +61,9 @@ def load_target(path: str | os.PathLike, *, mesh=None, dtype=None) -> KimiK26:
                 name = short + name[len(prefix) :]
                 break
         layer = _LAYER.match(name)
-        # Layers past the last are for multi-token prediction.
-        return None if layer and int(layer[1]) >= config.num_hidden_layers else name
+        # Layers past the last are for multi-token prediction, as many as the config says.
+        extra = int(layer[1]) - config.num_hidden_layers if layer else -1
+        return None if 0 <= extra < config.num_nextn_predict_layers else name
 
     tensors = Tensors(path, canonical)
     if config.tie_word_embeddings and "lm_head.weight" in tensors.names:

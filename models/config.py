@@ -41,6 +41,13 @@ class _Section:
         """The finite number at `key`; without a default the key must be there."""
         return self._convert(_number, key, default)
 
+    def flag(self, key: str, default: bool) -> bool:
+        """True or false at `key`; a string that says so is not it."""
+        value = self.get(key, default)
+        if not isinstance(value, bool):
+            raise ValueError(f"{self.where}: {key} must be true or false, not {value!r}")
+        return value
+
     def _convert(self, convert, key, default):
         value = self.need(key) if default is None else self.get(key, default)
         try:
@@ -191,6 +198,7 @@ class KimiK26Config:
     initializer_range: float = 0.02
     eos_token_ids: tuple[int, ...] = ()
     experts: str = "float"
+    num_nextn_predict_layers: int = 0
 
     def __post_init__(self):
         _check_bounds(self, _TARGET_BOUNDS)
@@ -239,16 +247,17 @@ class KimiK26Config:
                 **{name: text.whole(name) for name in _TARGET_INTEGERS},
                 q_lora_rank=None if rank is None else _whole(rank),
                 n_shared_experts=text.whole("n_shared_experts", 0),
+                num_nextn_predict_layers=text.whole("num_nextn_predict_layers", 0),
                 n_group=text.whole("n_group", 1),
                 topk_group=text.whole("topk_group", 1),
-                norm_topk_prob=bool(text.get("norm_topk_prob", True)),
+                norm_topk_prob=text.flag("norm_topk_prob", True),
                 routed_scaling_factor=text.number("routed_scaling_factor"),
                 moe_layer_freq=text.whole("moe_layer_freq", 1),
                 rms_norm_eps=text.number("rms_norm_eps"),
                 rope=_rope(text),
                 latent_norm_eps=text.number("latent_norm_eps", 1e-6),
-                tie_word_embeddings=bool(
-                    text.get("tie_word_embeddings", outer.get("tie_word_embeddings", False))
+                tie_word_embeddings=text.flag(
+                    "tie_word_embeddings", outer.flag("tie_word_embeddings", False)
                 ),
                 initializer_range=text.number("initializer_range", 0.02),
                 eos_token_ids=_ids(text.get("eos_token_id", outer.get("eos_token_id"))),
@@ -299,6 +308,7 @@ _TARGET_BOUNDS = {
     "topk_group": (1, 2**14),
     "first_k_dense_replace": (0, 2**20),
     "moe_layer_freq": (1, 2**20),
+    "num_nextn_predict_layers": (0, _MOST_LAYERS),
     "max_position_embeddings": (1, 2**30),
     "rms_norm_eps": (0, 1),
     "latent_norm_eps": (0, 1),

@@ -309,6 +309,12 @@ def _specials(
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             where = os.path.join(folder, "tokenizer_config.json")
             raise ValueError(f"{where}: added_tokens_decoder cannot be read ({error!r})") from error
+        for number, token in named.items():
+            if not token or token == "None" or list(named.values()).count(token) > 1:
+                raise ValueError(
+                    f"{os.path.join(folder, 'tokenizer_config.json')}: added_tokens_decoder names token "
+                    f"{number} {token!r}; every special token needs a name of its own"
+                )
     return {named.get(i, f"<|reserved_token_{i}|>"): i for i in range(base, vocab_size)}
 
 

@@ -12,5 +12,5 @@ DRAFTER = _FOLDER / "drafter"
 
 def prompts() -> list[str]:
     """Beginnings of files from modules that were held out of the training."""
-    lines = (_FOLDER / "prompts.jsonl").read_text(encoding="utf-8").splitlines()
-    return [json.loads(line)["prompt"] for line in lines]
+    lines = (_FOLDER / "prompts.jsonl").read_text(encoding="utf-8").split("\n")
+    return [json.loads(line)["prompt"] for line in lines if line]

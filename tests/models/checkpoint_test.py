@@ -86,6 +86,9 @@ def test_shards_prefixes_and_tensors_of_other_parts(saved):
     tensors["mm_projector.proj.0.weight"] = np.zeros(3, np.float32)
     tensors["language_model.model.layers.3.eh_proj.weight"] = np.zeros(3, np.float32)
     tensors["language_model.model.layers.0.self_attn.rotary_emb.inv_freq"] = np.zeros(3, np.float32)
+    config = json.loads((source / "config.json").read_text())
+    config["text_config"]["num_nextn_predict_layers"] = 1
+    (source / "config.json").write_text(json.dumps(config))
     names = sorted(tensors)
     parts = {"a.safetensors": names[::2], "b.safetensors": names[1::2]}
     for shard, keys in parts.items():
@@ -232,3 +235,20 @@ def test_arguments(saved):
         load_target(folder / "target", mesh=object())
     with pytest.raises(ValueError, match="must be 'float32' or 'bfloat16'"):
         load_target(folder / "target", dtype="float16")
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"num_hidden_layers": 1}, "no place in the model"),
+        ({"tie_word_embeddings": "false"}, "tie_word_embeddings must be true or false"),
+        ({"norm_topk_prob": "false"}, "norm_topk_prob must be true or false"),
+    ],
+)
+def test_a_config_that_would_drop_weights_is_refused(saved, change, message):
+    source = saved[2] / "target"
+    config = json.loads((source / "config.json").read_text())
+    config["text_config"].update(change)
+    (source / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match=message):
+        load_target(source)

@@ -10,7 +10,7 @@ import numpy as np
 
 from ddtree_jax import _checks
 from ddtree_jax._primitive import kernel_primitive
-from ddtree_jax.tree import DraftTree
+from ddtree_jax.tree import MAX_BUDGET, DraftTree
 
 
 @jax.tree_util.register_dataclass
@@ -50,6 +50,7 @@ def tree_accept(tree: DraftTree, target_tokens, *, stop_tokens=None, max_new=Non
     """
     target_tokens = _checks.array("target_tokens", target_tokens, ("B", "N"), jnp.int32)
     shape = target_tokens.shape
+    _checks.between("target_tokens' nodes N", shape[1], 1, MAX_BUDGET + 1)
     if stop_tokens is None or isinstance(stop_tokens, tuple | list):
         limits = np.iinfo(np.int32)
         stop_tokens = np.asarray(

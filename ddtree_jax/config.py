@@ -91,8 +91,3 @@ class DecodeConfig:
         if not low <= value <= high:
             raise ValueError(f"{name} must lie in {low} .. {high}, not {value}")
         object.__setattr__(self, name, value)
-
-    @property
-    def greedy(self) -> bool:
-        """Whether the most probable token is taken (a temperature below 1e-5 counts as 0)."""
-        return self.temperature < 1e-5

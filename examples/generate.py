@@ -54,7 +54,7 @@ def main(argv):
         raise app.UsageError(f"unexpected argument {argv[1]!r}: prompts go into --prompt")
     try:
         _run()
-    except (ValueError, OSError) as error:
+    except (ValueError, TypeError, OSError) as error:
         sys.exit("error: " + " ".join(str(error).split()))
 
 

@@ -7,10 +7,9 @@ from collections.abc import Sequence
 import jax.numpy as jnp
 import numpy as np
 
-# Widest gap of the top two logits that rounding may decide either way (absolute in float32; one step
-# of bfloat16 is 2^-8 of the value).
+# Widest distance from the best logit that rounding may decide either way: absolute in float32, one step of
+# bfloat16 (2^-7 of the value's power of two) else.
 _FLOAT32_TIE = 1e-4
-_BFLOAT16_STEP = 2.0**-7
 
 
 def first_difference(left: Sequence[int], right: Sequence[int]) -> int | None:
@@ -21,22 +20,28 @@ def first_difference(left: Sequence[int], right: Sequence[int]) -> int | None:
     return None if len(left) == len(right) else min(len(left), len(right))
 
 
-def is_tie(target, prefix: Sequence[int], dtype) -> bool:
-    """Whether the target's two best logits after `prefix` are too close for rounding to tell apart."""
-    tokens = jnp.asarray([prefix], jnp.int32)
+def is_tie(target, prefix: Sequence[int], tokens: Sequence[int], dtype) -> bool:
+    """Whether the target's logits after `prefix` put all of `tokens` at the top but for rounding."""
+    ids = jnp.asarray([prefix], jnp.int32)
     positions = jnp.arange(len(prefix), dtype=jnp.int32)[None]
-    logits = np.sort(np.asarray(target(tokens, positions)[0, -1]))
-    gap = logits[-1] - logits[-2]
-    if jnp.dtype(dtype) == jnp.float32:
-        return bool(gap <= _FLOAT32_TIE)
-    return bool(gap <= _BFLOAT16_STEP * max(abs(logits[-1]), 1e-30))
+    logits = np.asarray(target(ids, positions)[0, -1], np.float64)
+    best = logits.max()
+    step = 2.0 ** (np.floor(np.log2(max(abs(best), 1e-30))) - 7)
+    bound = _FLOAT32_TIE if jnp.dtype(dtype) == jnp.float32 else step
+    return bool(all(best - logits[token] <= bound for token in tokens))
 
 
 def judge(
     target, prompt: Sequence[int], baseline: Sequence[int], tokens: Sequence[int], dtype
 ) -> str:
-    """ "same", "tie" (they part where the target is undecided) or "different"."""
+    """ "same", "tie" (they part where the target is undecided between just their tokens) or "different".
+
+    For greedy decodes: under sampling the logits alone decide nothing.
+    """
     at = first_difference(baseline, tokens)
     if at is None:
         return "same"
-    return "tie" if is_tie(target, [*prompt, *baseline[:at]], dtype) else "different"
+    if at >= min(len(baseline), len(tokens)):
+        return "different"
+    pair = (baseline[at], tokens[at])
+    return "tie" if is_tie(target, [*prompt, *baseline[:at]], pair, dtype) else "different"

@@ -152,7 +152,7 @@ print("equal")
 """
 
 
-def test_shard_map_over_the_batch(rng):
+def test_shard_map_over_the_batch(rng, tmp_path):
     here = pathlib.Path(__file__).resolve().parent
     paths = os.pathsep.join([str(here), str(here.parent), os.environ.get("PYTHONPATH", "")])
     environment = dict(
@@ -164,6 +164,7 @@ def test_shard_map_over_the_batch(rng):
     run = subprocess.run(
         [sys.executable, "-c", SHARDED.format(seed=rng.integers(2**32))],
         env=environment,
+        cwd=tmp_path,  # started in the source folder, Python would import that instead of the installed package
         capture_output=True,
         text=True,
         timeout=300,

@@ -11,27 +11,11 @@ import numpy as np
 import tiktoken
 import tokenizers
 
-# Kimi's split: Han runs, words with an optional contraction, 1-3 digits, punctuation, whitespace.
-_UPPER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]"
-_LOWER = r"[\p{Ll}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]"
-_CONTRACTION = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
-PATTERN = "|".join(
-    [
-        r"[\p{Han}]+",
-        rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+{_CONTRACTION}",
-        rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*{_CONTRACTION}",
-        r"\p{N}{1,3}",
-        r" ?[^\s\p{L}\p{N}]+[\r\n]*",
-        r"\s*[\r\n]+",
-        r"\s+(?!\S)",
-        r"\s+",
-    ]
-)
+from ddtree_jax.models.tokenizer import PATTERN, SPECIAL_OFFSETS
 
 # Tables of characters, generated files and text in other encodings teach nothing about Python.
 _SKIPPED = {"site-packages", "dist-packages", "__pycache__", "encodings", "pydoc_data", "data"}
 _HELD_OUT_ONE_IN = 20
-EOS_OFFSET = 1  # [EOS] is the second special token after the ranks
 
 
 def modules() -> dict[str, str]:
@@ -102,7 +86,7 @@ def read_tiktoken(path: pathlib.Path) -> tiktoken.Encoding:
 
 def encode(texts: list[str], encoding: tiktoken.Encoding) -> np.ndarray:
     """u16[tokens] of the documents one after the other, each closed by [EOS]."""
-    eos = encoding.n_vocab + EOS_OFFSET
+    eos = encoding.n_vocab + SPECIAL_OFFSETS["[EOS]"]
     stream = []
     for document in encoding.encode_ordinary_batch(texts, num_threads=2):
         stream += document

@@ -7,34 +7,9 @@ import dataclasses
 from ddtree_jax.models import DFlashConfig, KimiK26Config
 from ddtree_jax.models.config import DraftLayer
 from ddtree_jax.models.rope import RopeConfig
+from ddtree_jax.models.tokenizer import SPECIAL_OFFSETS
 
 SPECIAL_TOKENS = 256
-# Offsets of the named special tokens after the ranks, as in Kimi's vocabulary.
-SPECIAL_OFFSETS = {
-    "[BOS]": 0,
-    "[EOS]": 1,
-    "<|im_end|>": 2,
-    "<|im_user|>": 3,
-    "<|im_assistant|>": 4,
-    "<|start_header_id|>": 6,
-    "<|end_header_id|>": 7,
-    "[EOT]": 9,
-    "<|im_system|>": 10,
-    "<|tool_calls_section_begin|>": 11,
-    "<|tool_calls_section_end|>": 12,
-    "<|tool_call_begin|>": 13,
-    "<|tool_call_argument_begin|>": 14,
-    "<|tool_call_end|>": 15,
-    "<|im_middle|>": 17,
-    "<|media_begin|>": 18,
-    "<|media_content|>": 19,
-    "<|media_end|>": 20,
-    "<|media_pad|>": 21,
-    "<think>": 22,
-    "</think>": 23,
-    "[UNK]": 254,
-    "[PAD]": 255,
-}
 # Kimi does not flag these as special: they are text that a reader may want to see.
 _NOT_SPECIAL = {
     "<|tool_calls_section_begin|>",

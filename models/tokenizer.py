@@ -22,7 +22,8 @@ from .config import read_json
 _UPPER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]"
 _LOWER = r"[\p{Ll}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]"
 _CONTRACTION = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
-_PATTERN = "|".join(
+#: Kimi's split: Han runs, words with an optional contraction, 1-3 digits, punctuation, whitespace.
+PATTERN = "|".join(
     [
         r"[\p{Han}]+",
         rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+{_CONTRACTION}",
@@ -36,31 +37,31 @@ _PATTERN = "|".join(
 )
 
 _SLOTS = 256  # ids reserved for special tokens after the ranks
-#: K2.6's named special tokens, as offsets from the first id after the ranks.
-_SPECIALS = {
-    0: "[BOS]",
-    1: "[EOS]",
-    2: "<|im_end|>",
-    3: "<|im_user|>",
-    4: "<|im_assistant|>",
-    6: "<|start_header_id|>",
-    7: "<|end_header_id|>",
-    9: "[EOT]",
-    10: "<|im_system|>",
-    11: "<|tool_calls_section_begin|>",
-    12: "<|tool_calls_section_end|>",
-    13: "<|tool_call_begin|>",
-    14: "<|tool_call_argument_begin|>",
-    15: "<|tool_call_end|>",
-    17: "<|im_middle|>",
-    18: "<|media_begin|>",
-    19: "<|media_content|>",
-    20: "<|media_end|>",
-    21: "<|media_pad|>",
-    22: "<think>",
-    23: "</think>",
-    254: "[UNK]",
-    255: "[PAD]",
+#: K2.6's named special tokens: name to offset from the first id after the ranks.
+SPECIAL_OFFSETS = {
+    "[BOS]": 0,
+    "[EOS]": 1,
+    "<|im_end|>": 2,
+    "<|im_user|>": 3,
+    "<|im_assistant|>": 4,
+    "<|start_header_id|>": 6,
+    "<|end_header_id|>": 7,
+    "[EOT]": 9,
+    "<|im_system|>": 10,
+    "<|tool_calls_section_begin|>": 11,
+    "<|tool_calls_section_end|>": 12,
+    "<|tool_call_begin|>": 13,
+    "<|tool_call_argument_begin|>": 14,
+    "<|tool_call_end|>": 15,
+    "<|im_middle|>": 17,
+    "<|media_begin|>": 18,
+    "<|media_content|>": 19,
+    "<|media_end|>": 20,
+    "<|media_pad|>": 21,
+    "<think>": 22,
+    "</think>": 23,
+    "[UNK]": 254,
+    "[PAD]": 255,
 }
 _STOPS = ("[EOS]", "<|im_end|>", "[EOT]")
 
@@ -110,7 +111,7 @@ class Tokenizer:
         self._source = source
         self._special = frozenset(specials.values())
         self._encoding = tiktoken.Encoding(
-            "kimi", pat_str=_PATTERN, mergeable_ranks=dict(ranks), special_tokens=self.special_ids
+            "kimi", pat_str=PATTERN, mergeable_ranks=dict(ranks), special_tokens=self.special_ids
         )
         longest_first = sorted(specials, key=len, reverse=True)
         self._split = re.compile("(" + "|".join(map(re.escape, longest_first)) + ")")
@@ -302,7 +303,7 @@ def _specials(
 ) -> dict[str, int]:
     declared = settings.get("added_tokens_decoder")
     if declared is None:
-        named = {base + offset: name for offset, name in _SPECIALS.items()}
+        named = {base + offset: name for name, offset in SPECIAL_OFFSETS.items()}
     else:
         try:
             named = {int(number): str(token["content"]) for number, token in declared.items()}

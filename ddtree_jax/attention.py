@@ -34,7 +34,7 @@ def verify_attn(query, cache, lengths, tree: DraftTree, *, scale: float, layer) 
       [B, N, H, 512] in the query's dtype: weighted sums of latents, to be expanded per head.
 
     Raises:
-      TypeError, ValueError: another dtype, shape or layer.
+      ValueError: another dtype, shape or layer.
     """
     floats = (jnp.float32, jnp.bfloat16)
     query = _checks.array("query", query, ("B", "N", "H", ROW_DIM), floats)

@@ -36,7 +36,7 @@ def expert_mlp(
       [T, D] in x's dtype, summed in float32.
 
     Raises:
-      TypeError, ValueError: another dtype or shape; D or I no multiple of 32.
+      ValueError: another dtype or shape; D or I no multiple of 32.
     """
     x = _checks.array("x", x, ("T", "D"), (jnp.float32, jnp.bfloat16))
     tokens, hidden = x.shape

@@ -144,4 +144,8 @@ def target_tokens(
         positions = first_positions[:, None] + jnp.arange(max_depth + 1, dtype=jnp.int32)
         noise = position_noise(keys, positions, logits.shape[-1])
         scores = scores + jnp.take_along_axis(noise, depths[..., None], axis=1)
-    return jnp.where(sound, jnp.argmax(scores, axis=-1).astype(jnp.int32), -1)
+    # The first of the largest, by two plain reductions: XLA's CPU backend runs an argmax one by one.
+    best = jnp.max(scores, axis=-1, keepdims=True)
+    tokens = jnp.arange(scores.shape[-1], dtype=jnp.int32)
+    first = jnp.min(jnp.where(scores == best, tokens, scores.shape[-1]), axis=-1)
+    return jnp.where(sound, first, -1)

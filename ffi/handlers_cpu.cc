@@ -12,27 +12,38 @@
 namespace ddtree {
 namespace {
 
-// Below this many multiply-adds a task on the pool costs more than it saves.
-constexpr double kWorthATask = 4e5;
+// Below this many multiply-adds a second thread costs more than it saves.
+constexpr double kWorthAThread = 4e5;
+// Tasks a thread: a thread that wakes late, or not at all, leaves no more than this share of its work to wait for.
+constexpr int64_t kTasksAThread = 4;
 
-// Runs the kernel in as many tasks as the work is worth, and `finish` after the last of them.
+// Runs the kernel in as many tasks as the work is worth, and `finish` after the last of them. Threads take tasks as they
+// come: waking one takes as long as some kernels, so whoever is there does the work, be it the calling thread alone.
 template <typename Args>
 ffi::Future Spread(ffi::ThreadPool& pool, const Args& args, int (*kernel)(const Args*, int64_t, int64_t), double work,
                    int64_t items, int (*finish)(const Args*) = nullptr) {
-  const int64_t most = std::min<int64_t>({pool.num_threads(), items, static_cast<int64_t>(work / kWorthATask)});
-  const int64_t tasks = std::max<int64_t>(1, most);
+  const int64_t most = std::min<int64_t>({pool.num_threads(), items, static_cast<int64_t>(work / kWorthAThread)});
+  const int64_t threads = std::max<int64_t>(1, most);
+  const int64_t tasks = threads == 1 ? 1 : std::min(items, threads * kTasksAThread);
   ffi::CountDownPromise promise(tasks);
   ffi::Future future(promise);
-  auto left = std::make_shared<std::atomic<int64_t>>(tasks);
-  auto run = [=](int64_t task) mutable {
-    int status = kernel(&args, task, tasks);
-    if (left->fetch_sub(1, std::memory_order_acq_rel) == 1 && finish != nullptr && status == DDTREE_OK) {
-      status = finish(&args);
-    }
-    promise.CountDown(1, Status(status));
+  struct Counters {
+    std::atomic<int64_t> next{0}, left;
   };
-  for (int64_t task = 1; task < tasks; ++task) pool.Schedule([=]() mutable { run(task); });
-  run(0);
+  auto counters = std::make_shared<Counters>();
+  counters->left = tasks;
+  auto run = [=]() mutable {
+    // A thread that comes after the last task has been taken touches no buffer: they may be gone by then.
+    for (int64_t task; (task = counters->next.fetch_add(1, std::memory_order_relaxed)) < tasks;) {
+      int status = kernel(&args, task, tasks);
+      if (counters->left.fetch_sub(1, std::memory_order_acq_rel) == 1 && finish != nullptr && status == DDTREE_OK) {
+        status = finish(&args);
+      }
+      promise.CountDown(1, Status(status));
+    }
+  };
+  for (int64_t thread = 1; thread < threads; ++thread) pool.Schedule([run]() mutable { run(); });
+  run();
   return future;
 }
 

@@ -52,23 +52,6 @@ DDTREE_CLONES void Dot(const float* rows, const float* x, int64_t inputs, float*
 }
 
 #ifdef DDTREE_AVX512
-// With AVX-512 sixteen weights cost three instructions: two words are broadcast side by side, every lane shifts its own
-// nibble down, and the nibble picks q * scale out of a register of all sixteen. The weights then lie interleaved, word 0
-// in even lanes and word 1 in odd ones, so the inputs are laid the same way once (`Interleave`).
-DDTREE_AVX512 void UnpackWide(const int32_t* words, const uint16_t* scales, int64_t rows, int64_t inputs, float* out) {
-  const __m512i shifts = _mm512_set_epi32(28, 28, 24, 24, 20, 20, 16, 16, 12, 12, 8, 8, 4, 4, 0, 0);
-  const __m512 values = _mm512_set_ps(7, 6, 5, 4, 3, 2, 1, 0, -1, -2, -3, -4, -5, -6, -7, -8);
-  for (int64_t g = 0; g < rows * inputs / kGroup; ++g) {
-    const __m512 table = _mm512_mul_ps(values, _mm512_set1_ps(FromBf16(scales[g])));
-    for (int64_t w = 0; w < 2; ++w) {
-      int64_t pair;
-      std::memcpy(&pair, words + g * 4 + 2 * w, 8);
-      const __m512i nibbles = _mm512_srlv_epi32(_mm512_set1_epi64(pair), shifts);
-      _mm512_storeu_ps(out + g * kGroup + 16 * w, _mm512_permutexvar_ps(nibbles, table));
-    }
-  }
-}
-
 // Sums of four vectors.
 DDTREE_AVX512 inline __m128 Sum4(__m512 a, __m512 b, __m512 c, __m512 d) {
   const __m512 ab = _mm512_add_ps(_mm512_unpacklo_ps(a, b), _mm512_unpackhi_ps(a, b));
@@ -79,24 +62,65 @@ DDTREE_AVX512 inline __m128 Sum4(__m512 a, __m512 b, __m512 c, __m512 d) {
   return _mm_add_ps(_mm256_castps256_ps128(half), _mm256_extractf128_ps(half, 1));
 }
 
-DDTREE_AVX512 void DotWide(const float* rows, const float* x, int64_t inputs, float* out) {
-  __m512 acc[kRows] = {_mm512_setzero_ps(), _mm512_setzero_ps(), _mm512_setzero_ps(), _mm512_setzero_ps()};
-  for (int64_t d = 0; d < inputs; d += kLanes) {
-    const __m512 y = _mm512_loadu_ps(x + d);
-    for (int r = 0; r < kRows; ++r) acc[r] = _mm512_fmadd_ps(_mm512_loadu_ps(rows + r * inputs + d), y, acc[r]);
+// out[t][r] = rows[r] . x[t] for kRows packed rows and kTokens tokens, the weights never leaving registers. Sixteen cost
+// three instructions: two words are broadcast side by side, every lane shifts its own nibble down, and the nibble picks
+// q * scale out of a register of all sixteen. The weights then lie interleaved, word 0 in even lanes and word 1 in odd
+// ones, so the inputs are laid the same way once (`Interleave`).
+template <int kTokens>
+DDTREE_AVX512 void DotWide(const int32_t* words, const float* scales, int64_t inputs, const float* const* x, float* const* out) {
+  const __m512i shifts = _mm512_set_epi32(28, 28, 24, 24, 20, 20, 16, 16, 12, 12, 8, 8, 4, 4, 0, 0);
+  const __m512 values = _mm512_set_ps(7, 6, 5, 4, 3, 2, 1, 0, -1, -2, -3, -4, -5, -6, -7, -8);
+  const int64_t groups = inputs / kGroup;
+  __m512 acc[kTokens][kRows];
+  for (int t = 0; t < kTokens; ++t) {
+    for (int r = 0; r < kRows; ++r) acc[t][r] = _mm512_setzero_ps();
   }
-  _mm_storeu_ps(out, Sum4(acc[0], acc[1], acc[2], acc[3]));
+  for (int64_t g = 0; g < groups; ++g) {
+    __m512 table[kRows];
+    for (int r = 0; r < kRows; ++r) table[r] = _mm512_mul_ps(values, _mm512_set1_ps(scales[r * groups + g]));
+    for (int64_t w = 0; w < 2; ++w) {
+      __m512 y[kTokens];
+      for (int t = 0; t < kTokens; ++t) y[t] = _mm512_loadu_ps(x[t] + g * kGroup + 16 * w);
+      for (int r = 0; r < kRows; ++r) {
+        int64_t pair;
+        std::memcpy(&pair, words + (r * groups + g) * 4 + 2 * w, 8);
+        const __m512i nibbles = _mm512_srlv_epi32(_mm512_set1_epi64(pair), shifts);
+        const __m512 q = _mm512_permutexvar_ps(nibbles, table[r]);
+        for (int t = 0; t < kTokens; ++t) acc[t][r] = _mm512_fmadd_ps(q, y[t], acc[t][r]);
+      }
+    }
+  }
+  for (int t = 0; t < kTokens; ++t) _mm_storeu_ps(out[t], Sum4(acc[t][0], acc[t][1], acc[t][2], acc[t][3]));
 }
 
 const bool kWide = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512dq") &&
                    __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl");
 #else
 constexpr bool kWide = false;
-void UnpackWide(const int32_t*, const uint16_t*, int64_t, int64_t, float*) {}
-void DotWide(const float*, const float*, int64_t, float*) {}
+template <int kTokens>
+void DotWide(const int32_t*, const float*, int64_t, const float* const*, float* const*) {}
 #endif
 
-// Lays numbers out as UnpackWide lays out weights.
+DDTREE_CLONES void Widen(const uint16_t* x, int64_t count, float* out) {
+  for (int64_t i = 0; i < count; ++i) out[i] = FromBf16(x[i]);
+}
+
+// out[i][r] = rows[r] . x[i] for kRows packed rows and `count` tokens; `scratch` has room for the rows' weights.
+void Dots(const int32_t* words, const uint16_t* scales, int64_t inputs, const float* const* x, float* const* out,
+          int64_t count, float* scratch) {
+  if (!kWide) {
+    Unpack(words, scales, kRows, inputs, scratch);
+    for (int64_t i = 0; i < count; ++i) Dot(scratch, x[i], inputs, out[i]);
+    return;
+  }
+  Widen(scales, kRows * inputs / kGroup, scratch);
+  for (; count >= 4; count -= 4, x += 4, out += 4) DotWide<4>(words, scratch, inputs, x, out);
+  if (count == 3) DotWide<3>(words, scratch, inputs, x, out);
+  if (count == 2) DotWide<2>(words, scratch, inputs, x, out);
+  if (count == 1) DotWide<1>(words, scratch, inputs, x, out);
+}
+
+// Lays numbers out as DotWide lays out weights.
 void Interleave(float* x, int64_t count) {
   for (int64_t g = 0; g < count; g += 16) {
     float y[16];
@@ -116,6 +140,8 @@ DDTREE_CLONES void Swiglu(float* gate, const float* up, int64_t count) {
 struct Scratch {
   std::vector<float> x, inner, rows;
   std::vector<int64_t> counts, loads, pairs;
+  std::vector<const float*> from;
+  std::vector<float*> to;
 };
 
 // Marks the experts of this task in `counts` (how many choices fell on each, 0 for other tasks' experts): each goes to
@@ -137,8 +163,6 @@ void Share(const ddtree_expert_mlp_args& a, int64_t task, int64_t tasks, Scratch
 template <typename T>
 void Run(const ddtree_expert_mlp_args& a, int64_t task, int64_t tasks, Scratch* s) {
   const int64_t d = a.hidden, inner = a.inner, tokens = a.tokens;
-  const auto unpack = kWide ? UnpackWide : Unpack;
-  const auto dot = kWide ? DotWide : Dot;
   Share(a, task, tasks, s);
   s->rows.resize(kRows * std::max(d, inner));
   s->x.resize(tokens * d);
@@ -155,24 +179,26 @@ void Run(const ddtree_expert_mlp_args& a, int64_t task, int64_t tasks, Scratch* 
     }
     // [pair, 2 I]: gate and up, then their product in the gate's place.
     s->inner.resize(s->pairs.size() * 2 * inner);
+    const int64_t count = s->pairs.size();
+    s->from.resize(count), s->to.resize(count);
+    for (int64_t i = 0; i < count; ++i) s->from[i] = &s->x[s->pairs[i] / a.top_k * d];
     for (int64_t r = 0; r < 2 * inner; r += kRows) {
       const int64_t row = e * 2 * inner + r;
-      unpack(a.gate_up + row * (d / 8), a.gate_up_scale + row * (d / kGroup), kRows, d, s->rows.data());
-      for (size_t i = 0; i < s->pairs.size(); ++i) {
-        dot(s->rows.data(), &s->x[s->pairs[i] / a.top_k * d], d, &s->inner[i * 2 * inner + r]);
-      }
+      for (int64_t i = 0; i < count; ++i) s->to[i] = &s->inner[i * 2 * inner + r];
+      Dots(a.gate_up + row * (d / 8), a.gate_up_scale + row * (d / kGroup), d, s->from.data(), s->to.data(), count,
+           s->rows.data());
     }
-    for (size_t i = 0; i < s->pairs.size(); ++i) {
+    for (int64_t i = 0; i < count; ++i) {
       float* gate = &s->inner[i * 2 * inner];
       Swiglu(gate, gate + inner, inner);
       if (kWide) Interleave(gate, inner);
+      s->from[i] = gate;
     }
     for (int64_t r = 0; r < d; r += kRows) {
       const int64_t row = e * d + r;
-      unpack(a.down + row * (inner / 8), a.down_scale + row * (inner / kGroup), kRows, inner, s->rows.data());
-      for (size_t i = 0; i < s->pairs.size(); ++i) {
-        dot(s->rows.data(), &s->inner[i * 2 * inner], inner, a.partial + s->pairs[i] * d + r);
-      }
+      for (int64_t i = 0; i < count; ++i) s->to[i] = a.partial + s->pairs[i] * d + r;
+      Dots(a.down + row * (inner / 8), a.down_scale + row * (inner / kGroup), inner, s->from.data(), s->to.data(), count,
+           s->rows.data());
     }
   }
 }

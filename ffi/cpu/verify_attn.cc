@@ -1,20 +1,24 @@
 // Absorbed MLA attention of a tree's rows: an online softmax over tiles of the prefix, then over each row's ancestors.
 //
 // A work item is a few (node, head) rows of one request. Over the prefix, which all rows see, it forms small blocks
-// of scores and of the output in registers. The ancestors of a node are at most a path, so they are taken one
-// by one: what a row must not see is never read, and NaN there cannot reach it. The arithmetic of a row depends on
-// neither the other rows nor the number of tasks.
+// of scores and of the output in registers. The ancestors of a node are at most a path, so each row takes its own, listed:
+// what a row must not see is never read, and NaN there cannot reach it. The arithmetic of a row depends on neither the
+// other rows nor the number of tasks.
 #include <algorithm>
 #include <cmath>
 
 #include "ffi/cpu/kernels.h"
 #include "ffi/ddtree.h"
 
+#ifdef __SSE__
+#include <xmmintrin.h>
+#endif
+
 namespace ddtree {
 namespace {
 
 constexpr int64_t kRow = DDTREE_ROW_DIM, kLatent = DDTREE_LATENT_DIM;
-constexpr int64_t kKeys = 64;       // keys a tile
+constexpr int64_t kKeys = 16;       // keys a tile: 36 KB, which stay in the first-level cache for all rows of an item
 constexpr int64_t kMaxRows = 16;    // rows an item
 
 // Blocks of scores and of the output are as large as the registers hold: 32 of 16 floats, or 16 of 8. The vector types
@@ -24,6 +28,9 @@ struct Wide {
 };
 struct Narrow {
   typedef float Vec __attribute__((vector_size(32), aligned(4), may_alias));
+};
+struct Quad {
+  typedef float Vec __attribute__((vector_size(16), aligned(4), may_alias));
 };
 
 bool HasWideRegisters() {
@@ -35,24 +42,43 @@ bool HasWideRegisters() {
 #endif
 }
 
-template <typename Registers>
-inline __attribute__((always_inline)) float Sum(const typename Registers::Vec& v) {
-  constexpr int kSize = sizeof(v) / sizeof(float);
-  float lanes[kSize];
-  for (int i = 0; i < kSize; ++i) lanes[i] = v[i];
-  for (int half = kSize / 2; half > 0; half /= 2) {
-    for (int i = 0; i < half; ++i) lanes[i] += lanes[i + half];
+// Sums of four vectors' lanes: halves are added until four lanes are left, then those.
+inline __attribute__((always_inline)) void Sum4(const Quad::Vec* v, float* sums) {
+#ifdef __SSE__
+  __m128 a = reinterpret_cast<const __m128&>(v[0]), b = reinterpret_cast<const __m128&>(v[1]);
+  __m128 c = reinterpret_cast<const __m128&>(v[2]), d = reinterpret_cast<const __m128&>(v[3]);
+  _MM_TRANSPOSE4_PS(a, b, c, d);
+  _mm_storeu_ps(sums, _mm_add_ps(_mm_add_ps(a, c), _mm_add_ps(b, d)));
+#else
+  for (int i = 0; i < 4; ++i) sums[i] = (v[i][0] + v[i][2]) + (v[i][1] + v[i][3]);
+#endif
+}
+template <typename Half, typename V>
+inline __attribute__((always_inline)) void Halve4(const V* v, Half* halves) {
+  for (int i = 0; i < 4; ++i) {
+    const Half* half = reinterpret_cast<const Half*>(v + i);
+    halves[i] = half[0] + half[1];
   }
-  return lanes[0];
+}
+inline __attribute__((always_inline)) void Sum4(const Narrow::Vec* v, float* sums) {
+  Quad::Vec halves[4];
+  Halve4(v, halves);
+  Sum4(halves, sums);
+}
+inline __attribute__((always_inline)) void Sum4(const Wide::Vec* v, float* sums) {
+  Narrow::Vec halves[4];
+  Halve4(v, halves);
+  Sum4(halves, sums);
 }
 
 // What an item keeps between tiles.
-struct Item {
+struct alignas(64) Item {
   float query[kMaxRows * kRow];
   float out[kMaxRows * kLatent];
   float scores[kMaxRows * kKeys];
   float tile[kKeys * kRow];  // bf16 keys, widened
   float max[kMaxRows], sum[kMaxRows];
+  int64_t path[DDTREE_MAX_NODES];  // a row's ancestors
 };
 
 DDTREE_CLONES void Widen(const uint16_t* x, int64_t count, float* y) {
@@ -62,101 +88,105 @@ DDTREE_CLONES void Widen(const uint16_t* x, int64_t count, float* y) {
   }
 }
 
-// scores[r, k] = scale * query[r] . keys[k] for rows in blocks; `rows` is a multiple of 4.
+// scores[r, k] = scale * query[r] . keys[k] for rows in blocks, of which `rows` is a multiple; -inf past `count`.
 template <typename Registers, int kBlock>
-DDTREE_CLONES void Scores(const float* query, int64_t rows, const float* keys, int64_t count, float scale, float* scores) {
+DDTREE_CLONES void Scores(const float* query, int64_t rows, const float* const* keys, int64_t count, float scale,
+                          float* scores) {
   typedef typename Registers::Vec V;
   constexpr int64_t kStep = sizeof(V) / sizeof(float);
   for (int64_t r = 0; r < rows; r += kBlock) {
     const float* q = query + r * kRow;
-    int64_t k = 0;
-    for (; k + 4 <= count; k += 4) {
-      const float* key = keys + k * kRow;
+    for (int64_t k = 0; k < kKeys; k += 4) {
+      // The last block repeats its last key: one arithmetic for every key, wherever a tile ends.
+      const float* key[4];
+      for (int64_t j = 0; j < 4; ++j) key[j] = keys[std::min(k + j, count - 1)];
       V acc[kBlock][4] = {};
-      for (int64_t d = 0; d < kRow; d += kStep) {
-        V y[4];
-        for (int j = 0; j < 4; ++j) y[j] = *reinterpret_cast<const V*>(key + j * kRow + d);
-        for (int i = 0; i < kBlock; ++i) {
-          const V x = *reinterpret_cast<const V*>(q + i * kRow + d);
-          for (int j = 0; j < 4; ++j) acc[i][j] += x * y[j];
+      if (k < count) {
+        for (int64_t d = 0; d < kRow; d += kStep) {
+          V y[4];
+          for (int j = 0; j < 4; ++j) y[j] = *reinterpret_cast<const V*>(key[j] + d);
+          for (int i = 0; i < kBlock; ++i) {
+            const V x = *reinterpret_cast<const V*>(q + i * kRow + d);
+            for (int j = 0; j < 4; ++j) acc[i][j] += x * y[j];
+          }
         }
       }
       for (int i = 0; i < kBlock; ++i) {
-        for (int j = 0; j < 4; ++j) scores[(r + i) * kKeys + k + j] = Sum<Registers>(acc[i][j]) * scale;
+        float sums[4];
+        Sum4(acc[i], sums);
+        for (int j = 0; j < 4; ++j) scores[(r + i) * kKeys + k + j] = k + j < count ? sums[j] * scale : -INFINITY;
       }
-    }
-    for (; k < count; ++k) {
-      const float* key = keys + k * kRow;
-      V acc[kBlock] = {};
-      for (int64_t d = 0; d < kRow; d += kStep) {
-        const V y = *reinterpret_cast<const V*>(key + d);
-        for (int i = 0; i < kBlock; ++i) acc[i] += *reinterpret_cast<const V*>(q + i * kRow + d) * y;
-      }
-      for (int i = 0; i < kBlock; ++i) scores[(r + i) * kKeys + k] = Sum<Registers>(acc[i]) * scale;
     }
   }
 }
 
 // Turns a tile's scores into weights under the new running maximum and rescales what was summed under the old one.
-DDTREE_CLONES void Softmax(float* scores, int64_t count, float* max, float* sum, float* out) {
-  float top = *max;
-  for (int64_t k = 0; k < count; ++k) top = scores[k] > top ? scores[k] : top;
+DDTREE_CLONES void Softmax(float* scores, float* max, float* sum, float* out) {
+  static_assert(kKeys == kLanes);
+  float top = *max, lanes[kKeys];
+  for (int64_t k = 0; k < kKeys; ++k) lanes[k] = scores[k] > top ? scores[k] : top;
+  for (int64_t half = kKeys / 2; half > 0; half /= 2) {
+    for (int64_t k = 0; k < half; ++k) lanes[k] = lanes[k] > lanes[k + half] ? lanes[k] : lanes[k + half];
+  }
+  top = lanes[0];
   if (top > *max) {
     const float alpha = *max == -INFINITY ? 0.0f : Exp(*max - top);
     *sum *= alpha;
     for (int64_t d = 0; d < kLatent; ++d) out[d] *= alpha;
     *max = top;
   }
-  float total = 0;
-  for (int64_t k = 0; k < count; ++k) scores[k] = Exp(scores[k] - top);
-  for (int64_t k = 0; k < count; ++k) total += scores[k];
-  *sum += total;
+  for (int64_t k = 0; k < kKeys; ++k) lanes[k] = scores[k] = Exp(scores[k] - top);
+  for (int64_t half = kKeys / 2; half > 0; half /= 2) {
+    for (int64_t k = 0; k < half; ++k) lanes[k] += lanes[k + half];
+  }
+  *sum += lanes[0];
 }
 
-// out[r] += sum_k weights[r, k] * latent[k] for rows in fours and columns in blocks.
-template <typename Registers, int kBlock>
-DDTREE_CLONES void Mix(const float* weights, int64_t rows, const float* keys, int64_t count, float* out) {
+// out[r] += sum_k weights[r, k] * latent[k] for rows and columns in blocks.
+template <typename Registers, int kRowBlock, int kBlock>
+DDTREE_CLONES void Mix(const float* weights, int64_t rows, const float* const* keys, int64_t count, float* out) {
   typedef typename Registers::Vec V;
   constexpr int64_t kStep = sizeof(V) / sizeof(float);
-  for (int64_t r = 0; r < rows; r += 4) {
+  for (int64_t r = 0; r < rows; r += kRowBlock) {
     const float* w = weights + r * kKeys;
     for (int64_t d = 0; d < kLatent; d += kBlock * kStep) {
-      V acc[4][kBlock];
-      for (int i = 0; i < 4; ++i) {
+      V acc[kRowBlock][kBlock];
+      for (int i = 0; i < kRowBlock; ++i) {
         for (int j = 0; j < kBlock; ++j) acc[i][j] = *reinterpret_cast<const V*>(out + (r + i) * kLatent + d + j * kStep);
       }
       for (int64_t k = 0; k < count; ++k) {
         V v[kBlock];
-        for (int j = 0; j < kBlock; ++j) v[j] = *reinterpret_cast<const V*>(keys + k * kRow + d + j * kStep);
-        for (int i = 0; i < 4; ++i) {
+        for (int j = 0; j < kBlock; ++j) v[j] = *reinterpret_cast<const V*>(keys[k] + d + j * kStep);
+        for (int i = 0; i < kRowBlock; ++i) {
           for (int j = 0; j < kBlock; ++j) acc[i][j] += w[i * kKeys + k] * v[j];
         }
       }
-      for (int i = 0; i < 4; ++i) {
+      for (int i = 0; i < kRowBlock; ++i) {
         for (int j = 0; j < kBlock; ++j) *reinterpret_cast<V*>(out + (r + i) * kLatent + d + j * kStep) = acc[i][j];
       }
     }
   }
 }
 
-// One key for one row.
-DDTREE_CLONES void Attend(const float* query, const float* key, float scale, float* max, float* sum, float* out) {
-  Vec acc = {};
-  for (int64_t d = 0; d < kRow; d += kLanes) {
-    acc += *reinterpret_cast<const Vec*>(query + d) * *reinterpret_cast<const Vec*>(key + d);
-  }
-  float weight = Sum<Wide>(acc) * scale;
-  Softmax(&weight, 1, max, sum, out);
-  for (int64_t d = 0; d < kLatent; ++d) out[d] += weight * key[d];
+// One online-softmax step of `rows` rows, a multiple of kRowBlock, over `count` keys.
+template <int kRowBlock>
+void Attend(const float* query, int64_t rows, const float* const* keys, int64_t count, float scale, float* scores, float* max,
+            float* sum, float* out) {
+  constexpr int kNarrowRows = kRowBlock < 2 ? kRowBlock : 2;
+  const bool wide = HasWideRegisters();
+  (wide ? Scores<Wide, kRowBlock> : Scores<Narrow, kNarrowRows>)(query, rows, keys, count, scale, scores);
+  for (int64_t r = 0; r < rows; ++r) Softmax(scores + r * kKeys, max + r, sum + r, out + r * kLatent);
+  (wide ? Mix<Wide, kRowBlock, 4> : Mix<Narrow, kRowBlock, 2>)(scores, rows, keys, count, out);
 }
 
+// Where key `index` can be read as float32: in the cache, or widened in `tile`.
 template <typename T>
-const float* Keys(const T* cache, int64_t count, float* tile) {
+const float* Key(const T* cache, int64_t index, float* tile) {
   if constexpr (sizeof(T) == 2) {
-    Widen(cache, count * kRow, tile);
+    Widen(cache + index * kRow, kRow, tile);
     return tile;
   } else {
-    return cache;
+    return cache + index * kRow;
   }
 }
 
@@ -193,22 +223,23 @@ void Run(const ddtree_verify_attn_args& a, int64_t b, int64_t first, int64_t row
   std::fill(item->max, item->max + padded, -INFINITY);
   std::fill(item->sum, item->sum + padded, 0.0f);
 
-  const bool wide = HasWideRegisters();
+  const float* keys[kKeys];
   for (int64_t start = 0; start < length; start += kKeys) {
     const int64_t count = std::min(kKeys, length - start);
-    const float* keys = Keys(cache + start * kRow, count, item->tile);
-    (wide ? Scores<Wide, 4> : Scores<Narrow, 2>)(item->query, padded, keys, count, a.scale, item->scores);
-    for (int64_t r = 0; r < padded; ++r) {
-      Softmax(item->scores + r * kKeys, count, item->max + r, item->sum + r, item->out + r * kLatent);
-    }
-    (wide ? Mix<Wide, 4> : Mix<Narrow, 2>)(item->scores, padded, keys, count, item->out);
+    for (int64_t k = 0; k < count; ++k) keys[k] = Key(cache, start + k, item->tile + k * kRow);
+    Attend<4>(item->query, padded, keys, count, a.scale, item->scores, item->max, item->sum, item->out);
   }
   for (int64_t r = 0; r < live; ++r) {
     const uint32_t* bits = a.ancestors + (b * a.nodes + (first + r) / heads) * words;
+    int64_t path = 0;
     for (int64_t j = 0; j < a.nodes; ++j) {
-      if (!(bits[j / 32] >> (j % 32) & 1)) continue;
-      const float* key = Keys(cache + (length + j) * kRow, 1, item->tile);
-      Attend(item->query + r * kRow, key, a.scale, item->max + r, item->sum + r, item->out + r * kLatent);
+      if (bits[j / 32] >> (j % 32) & 1) item->path[path++] = length + j;
+    }
+    for (int64_t start = 0; start < path; start += kKeys) {
+      const int64_t count = std::min(kKeys, path - start);
+      for (int64_t k = 0; k < count; ++k) keys[k] = Key(cache, item->path[start + k], item->tile + k * kRow);
+      Attend<1>(item->query + r * kRow, 1, keys, count, a.scale, item->scores, item->max + r, item->sum + r,
+                item->out + r * kLatent);
     }
     Store(item->out + r * kLatent, 1.0f / item->sum[r], out + r * kLatent);
   }
@@ -224,7 +255,7 @@ int ddtree_verify_attn_cpu(const ddtree_verify_attn_args* a, int64_t task, int64
   // Too large for a stack; one per pool thread, for the life of the thread.
   static thread_local ddtree::Item item;
   const int64_t rows = a->nodes * a->heads;
-  const int64_t step = rows <= 32 ? 4 : ddtree::kMaxRows;
+  const int64_t step = rows <= 16 ? 4 : rows <= 64 ? 8 : ddtree::kMaxRows;
   const int64_t blocks = (rows + step - 1) / step;
   for (int64_t i = task; i < a->batch * blocks; i += tasks) {
     const int64_t b = i / blocks, first = i % blocks * step, count = std::min(step, rows - first);

@@ -93,9 +93,9 @@ def test_arguments_are_checked(rng):
         expert_mlp(
             np.zeros((3, 48), np.float32), ids, shares, *weights[:2], weights[2][:, :48], weights[3]
         )
-    with pytest.raises(TypeError, match="expert_ids"):
+    with pytest.raises(ValueError, match="expert_ids"):
         expert_mlp(x, ids.astype(np.float32), shares, *weights)
     with pytest.raises(ValueError, match="gate_up"):
         expert_mlp(x, ids, shares, weights[0][:, :-1], *weights[1:])
-    with pytest.raises(TypeError, match="down_scale"):
+    with pytest.raises(ValueError, match="down_scale"):
         expert_mlp(x, ids, shares, *weights[:3], weights[3].astype(jnp.float32))

@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Sequence
 
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from tqdm import tqdm
 
 from .config import DFlashConfig, KimiK26Config
 from .dflash import DFlashDrafter
@@ -30,6 +32,7 @@ _VISION = (
     "model.mm_projector.",
 )
 _LAYER = re.compile(r"model\.layers\.(\d+)\.")
+_WORTH_A_BAR = 10**9  # bytes
 _DTYPES = {"BF16": jnp.bfloat16, "F32": jnp.float32}
 
 
@@ -111,14 +114,35 @@ def _fill(model: nnx.Module, rules: list[Rule], tensors: Tensors):
     for rule in rules:
         tensors.check(rule.sources)
     slots = dict(nnx.to_flat_state(nnx.state(model)))
-    for rule in rules:
-        for name, expected in rule.constants.items():
-            if name in tensors.names and tuple(tensors.take(name).tolist()) != expected:
-                raise ValueError(f"{tensors.folder}: the tensor {name!r} should say {expected}")
-        arrays = rule.load([tensors.take(source.name) for source in rule.sources])
-        for path, array in zip(rule.paths, arrays, strict=True):
-            slots[path].set_value(jnp.asarray(np.asarray(array), slots[path].dtype))
+    total = sum(tensors.nbytes(source.name) for rule in rules for source in rule.sources)
+    # None: tqdm keeps quiet where nobody watches.
+    quiet = None if total >= _WORTH_A_BAR else True
+    with tqdm(total=total, unit="B", unit_scale=True, desc="loading", disable=quiet) as bar:
+        for rule in rules:
+            for name, expected in rule.constants.items():
+                if name in tensors.names and tuple(tensors.take(name).tolist()) != expected:
+                    raise ValueError(f"{tensors.folder}: the tensor {name!r} should say {expected}")
+            # Taken one by one: the experts of a layer are never there twice.
+            arrays = rule.load(_OnDemand(tensors, [source.name for source in rule.sources], bar))
+            for path, array in zip(rule.paths, arrays, strict=True):
+                slots[path].set_value(jnp.asarray(np.asarray(array), slots[path].dtype))
+            del arrays
     tensors.refuse_leftovers()
+
+
+class _OnDemand(Sequence):
+    """Values of tensors, each read when it is asked for."""
+
+    def __init__(self, tensors: Tensors, names: list[str], bar: tqdm):
+        self._tensors, self._names, self._bar = tensors, names, bar
+
+    def __len__(self):
+        return len(self._names)
+
+    def __getitem__(self, index: int) -> np.ndarray:
+        value = self._tensors.take(self._names[index])
+        self._bar.update(value.nbytes)
+        return value
 
 
 def _folder(path: str | os.PathLike) -> str:

@@ -129,9 +129,11 @@ def _experts(path: Path, shape: tuple[int, ...], suffix: str, dtypes: tuple[str,
     names = [f"{prefix}.{expert}.{part}" for expert in range(count) for part in parts]
 
     def load(arrays):
-        out = np.empty((count * len(parts), each, columns), arrays[0].dtype)
-        for i, array in enumerate(arrays):
-            out[i] = array
+        first = arrays[0]
+        out = np.empty((count * len(parts), each, columns), first.dtype)
+        out[0] = first
+        for i in range(1, len(out)):
+            out[i] = arrays[i]
         return [out.reshape(shape)]
 
     def save(arrays):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Callable, Iterable
 
@@ -13,6 +14,7 @@ from .layout import Source
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
+_BYTES = {"F32": 4, "I32": 4, "BF16": 2, "F16": 2}
 
 
 class Tensors:
@@ -81,6 +83,12 @@ class Tensors:
         """safetensors' name of a tensor's dtype."""
         shard, stored = self._found[name]
         return self._files[shard].get_slice(stored).get_dtype()
+
+    def nbytes(self, name: str) -> int:
+        """Bytes that a tensor takes in its file."""
+        shard, stored = self._found[name]
+        header = self._files[shard].get_slice(stored)
+        return math.prod(header.get_shape()) * _BYTES[header.get_dtype()]
 
     def take(self, name: str) -> np.ndarray:
         """Reads a tensor and marks it as used."""

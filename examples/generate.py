@@ -24,7 +24,11 @@ _CHECKPOINT = flags.DEFINE_string("checkpoint", None, "Folder of the target; the
 _DRAFTER = flags.DEFINE_string("drafter", None, "Folder of the drafter; the demo's by default.")
 _CHAT = flags.DEFINE_bool("chat", False, "Wrap each prompt in the checkpoint's chat template.")
 _MODE = flags.DEFINE_enum("mode", "ddtree", ["ddtree", "chain", "ar"], "How to decode.")
-_BUDGET = flags.DEFINE_integer("budget", 16, "Draft nodes of a tree, root excluded, 0 .. 256.")
+_BUDGET = flags.DEFINE_integer(
+    "budget",
+    None,
+    "Draft nodes of a tree, root excluded, 0 .. 256; 8 on a CPU, where each costs arithmetic, else 16.",
+)
 _MAX_NEW = flags.DEFINE_integer("max_new_tokens", 128, "Tokens to emit after each prompt, at most.")
 _TEMPERATURE = flags.DEFINE_float("temperature", 0.0, "0 takes the most probable token.")
 _TOP_P = flags.DEFINE_float("top_p", 1.0, "Draw from this share of the probability; 1 is all.")
@@ -36,6 +40,15 @@ _DTYPE = flags.DEFINE_enum(
 _MESH = flags.DEFINE_string("mesh", None, "Reserved: decoding runs on one device so far.")
 _COMPARE = flags.DEFINE_bool(
     "compare", False, "Run ar, chain and ddtree and print them side by side."
+)
+_DRY_RUN = flags.DEFINE_bool(
+    "dry_run", False, "Print what the checkpoint takes and whether it fits, and load nothing."
+)
+_DEVICES = flags.DEFINE_integer(
+    "devices", None, "Devices that --dry_run counts with; those that JAX sees by default."
+)
+_DEVICE_GB = flags.DEFINE_float(
+    "device_gb", None, "Memory of one, in 1e9 bytes; what JAX says by default."
 )
 _JSON = flags.DEFINE_string("json", None, "Write the completions and the figures to this file.")
 _BATCH = flags.DEFINE_integer("batch_size", 1, "Prompts to decode together.")
@@ -81,17 +94,27 @@ def _run():
     else:
         target_path, drafter_path = _CHECKPOINT.value, _DRAFTER.value
     needs_drafter = _COMPARE.value or _MODE.value != "ar"
-    if needs_drafter and drafter_path is None:
+    if needs_drafter and drafter_path is None and not _DRY_RUN.value:
         raise ValueError("--checkpoint needs --drafter DIR beside it, or --mode=ar")
 
-    dtype = _DTYPE.value or ("float32" if jax.default_backend() == "cpu" else "bfloat16")
+    on_cpu = jax.default_backend() == "cpu"
+    dtype = _DTYPE.value or ("float32" if on_cpu else "bfloat16")
+    if _DRY_RUN.value:
+        import dry_run
+
+        seen = jax.devices()
+        devices = len(seen) if _DEVICES.value is None else _DEVICES.value
+        gb = _DEVICE_GB.value
+        each = dry_run.device_bytes(seen[0]) if gb is None else int(gb * 1e9)
+        print(dry_run.report(target_path, drafter_path, dtype, devices, each))
+        return
     tokenizer = models.load_tokenizer(target_path)
     prompts, texts = _prompts(tokenizer, from_demo)
     target = models.load_target(target_path, dtype=dtype)
     drafter = models.load_drafter(drafter_path, target, dtype=dtype) if needs_drafter else None
     config = ddtree_jax.DecodeConfig(
         mode=_MODE.value,
-        budget=_BUDGET.value,
+        budget=(8 if on_cpu else 16) if _BUDGET.value is None else _BUDGET.value,
         # More than the context holds would only make room for what can never be said.
         max_new_tokens=min(_MAX_NEW.value, target.max_context),
         stop_tokens=tuple(tokenizer.stop_ids),

@@ -1,0 +1,57 @@
+"""What `generate.py --dry_run` prints: the bytes of a checkpoint, and the context that they leave."""
+
+from __future__ import annotations
+
+import os
+
+from ddtree_jax.models.footprint import RESERVE, footprint
+
+_BATCHES = (1, 4, 16, 64)
+
+
+def device_bytes(device) -> int:
+    """Bytes that a JAX device can hold: the allocator's limit, or the machine's memory for a CPU."""
+    stats = device.memory_stats() or {}
+    if "bytes_limit" in stats:
+        return stats["bytes_limit"]
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def report(target_path, drafter_path, dtype: str, devices: int, each: int) -> str:
+    """The report, a line a fact.
+
+    Args:
+      target_path, drafter_path: folders; no drafter counts none.
+      dtype: of everything but packed experts.
+      devices: how many.
+      each: bytes of one.
+
+    Raises:
+      FileNotFoundError, ValueError: as `footprint`; fewer than one device or byte.
+    """
+    if devices < 1 or each < 1:
+        raise ValueError(f"--devices and --device_gb must be above 0, not {devices} and {each}")
+    size = footprint(target_path, drafter_path, dtype=dtype)
+    share = size.per_device(devices)
+    contexts = [size.context(devices, each, batch=batch) for batch in _BATCHES]
+    lines = [
+        f"routed experts {_gb(size.experts)}, rest of the target {_gb(size.rest)} ({dtype}), "
+        f"drafter {_gb(size.drafter)}: {_gb(size.weights)}",
+        f"caches: {size.row:,} bytes a position of a request",
+        f"{devices} x {_gb(each)}: {_gb(share)} of weights on each, {_gb(RESERVE)} kept back",
+    ]
+    if contexts[0] == 0:
+        lines.append(f"does not fit: {_gb(share + RESERVE)} needed on each device")
+    else:
+        pairs = zip(_BATCHES, contexts, strict=True)
+        lines.append(
+            "fits; positions a request: "
+            + ", ".join(f"batch {batch} {positions:,}" for batch, positions in pairs)
+        )
+    if devices > 1:
+        lines.append("(weights split evenly, caches on every device; decoding is on one so far)")
+    return "\n".join(lines)
+
+
+def _gb(count: int) -> str:
+    return f"{count / 1e9:.1f} GB" if count >= 1e8 else f"{count / 1e6:.1f} MB"

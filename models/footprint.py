@@ -1,0 +1,117 @@
+"""What a checkpoint takes on its devices, from config.json and the index alone."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import os
+
+import jax.numpy as jnp
+from flax import nnx
+
+from .config import LATENT_DIM, ROPE_DIM, DFlashConfig, KimiK26Config
+from .dflash import DFlashDrafter
+from .kimi_k26 import KimiK26
+from .layout import Path
+from .tensors import INDEX
+
+#: Bytes a device keeps for logits, activations, prefill and the runtime itself.
+RESERVE = 4 * 10**9
+
+
+@dataclasses.dataclass(frozen=True)
+class Footprint:
+    """Bytes of a target and its drafter.
+
+    Attributes:
+      experts: routed experts, as they are held: packed int4 with their scales, or floats.
+      rest: everything else of the target.
+      drafter: the drafter's parameters; 0 without one.
+      row: caches of one position of one request, target and drafter together.
+      max_context: positions that the target was made for.
+    """
+
+    experts: int
+    rest: int
+    drafter: int
+    row: int
+    max_context: int
+
+    @property
+    def weights(self) -> int:
+        return self.experts + self.rest + self.drafter
+
+    def per_device(self, devices: int) -> int:
+        """Bytes of weights a device when they are split evenly over `devices`."""
+        return math.ceil(self.weights / devices)
+
+    def context(self, devices: int, device_bytes: int, *, batch: int = 1) -> int:
+        """Positions that `batch` requests can have each; 0 when the weights alone do not fit.
+
+        Weights are split over the devices; each device holds all rows of the caches, since all
+        heads of latent attention read the same rows.
+        """
+        left = device_bytes - RESERVE - self.per_device(devices)
+        return max(0, min(self.max_context, left // (self.row * batch)))
+
+
+def footprint(
+    target_path: str | os.PathLike,
+    drafter_path: str | os.PathLike | None = None,
+    *,
+    dtype="bfloat16",
+) -> Footprint:
+    """Computes it without reading a weight.
+
+    Args:
+      target_path: a folder with config.json and, if sharded, its index.
+      drafter_path: the drafter's folder.
+      dtype: what everything but packed experts is held in, "float32" or "bfloat16".
+
+    Raises:
+      FileNotFoundError: no config.json.
+      ValueError: a config.json that `load_target` or `load_drafter` would refuse, or an index of
+        another number of layers.
+    """
+    config = KimiK26Config.from_json(target_path)
+    _check_index(target_path, config)
+    size = jnp.dtype(dtype).itemsize
+    experts = rest = 0
+    for path, parameter in nnx.to_flat_state(
+        nnx.state(nnx.eval_shape(lambda: KimiK26(config, dtype=jnp.dtype(dtype))))
+    ):
+        nbytes = math.prod(parameter.shape) * jnp.dtype(parameter.dtype).itemsize
+        if _is_expert(path):
+            experts += nbytes
+        else:
+            rest += nbytes
+    row = config.num_hidden_layers * (LATENT_DIM + ROPE_DIM) * size
+    drafter = 0
+    if drafter_path is not None:
+        draft = DFlashConfig.from_json(drafter_path)
+        abstract = nnx.eval_shape(lambda: DFlashDrafter(draft, dtype=jnp.dtype(dtype)))
+        drafter = sum(math.prod(p.shape) for _, p in nnx.to_flat_state(nnx.state(abstract))) * size
+        row += draft.num_hidden_layers * 2 * draft.num_key_value_heads * draft.head_dim * size
+    return Footprint(experts, rest, drafter, row, config.max_position_embeddings)
+
+
+def _is_expert(path: Path) -> bool:
+    return "experts" in path
+
+
+def _check_index(folder: str | os.PathLike, config: KimiK26Config):
+    path = os.path.join(folder, INDEX)
+    if not os.path.isfile(path):
+        return
+    with open(path, encoding="utf-8") as file:
+        try:
+            names = list(json.load(file)["weight_map"])
+        except (ValueError, KeyError, TypeError) as error:
+            raise ValueError(f"{path}: no readable weight_map ({error!r})") from error
+    last = f"layers.{config.num_hidden_layers - 1}."
+    if not any(last in name for name in names):
+        raise ValueError(
+            f"{path}: no tensor of layer {config.num_hidden_layers - 1}, but config.json has "
+            f"{config.num_hidden_layers} layers; config and weights do not belong together"
+        )

@@ -1,0 +1,77 @@
+"""Footprints against loaded models, hand-made sums and the table in docs/hardware.md."""
+
+import json
+import pathlib
+
+import jax
+import pytest
+from flax import nnx
+from published_configs import DRAFTER, TEXT
+
+from ddtree_jax.models import demo, load_drafter, load_target
+from ddtree_jax.models.footprint import RESERVE, Footprint, footprint
+
+_HARDWARE = pathlib.Path(__file__).parents[2] / "docs" / "hardware.md"
+
+
+@pytest.fixture
+def published(tmp_path):
+    target, drafter = tmp_path / "target", tmp_path / "drafter"
+    for folder, config in ((target, {"text_config": TEXT}), (drafter, DRAFTER)):
+        folder.mkdir()
+        (folder / "config.json").write_text(json.dumps(config))
+    return target, drafter
+
+
+def _nbytes(model):
+    return sum(x.nbytes for x in jax.tree.leaves(nnx.state(model)))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_demo_takes_what_is_said(dtype):
+    size = footprint(demo.TARGET, demo.DRAFTER, dtype=dtype)
+    target = load_target(demo.TARGET, dtype=dtype)
+    drafter = load_drafter(demo.DRAFTER, target, dtype=dtype)
+    assert size.experts + size.rest == _nbytes(target)
+    assert size.drafter == _nbytes(drafter)
+    caches = target.init_cache(3, 50), drafter.init_cache(3, 50)
+    assert size.row * 150 == sum(x.nbytes for x in jax.tree.leaves(caches))
+    assert footprint(demo.TARGET, dtype=dtype).drafter == 0
+
+
+def test_published_sizes(published):
+    size = footprint(*published)
+    # 60 layers of 384 experts of three matrices, half a byte a weight and two for each 32.
+    assert size.experts == 60 * 384 * (3 * 7168 * 2048 // 2 + 3 * 7168 * 2048 // 32 * 2)
+    assert size.drafter == 2 * 3_479_277_056
+    assert size.row == 2 * (61 * 576 + 6 * 2 * 8 * 128)
+
+
+def test_context_is_what_the_weights_leave():
+    size = Footprint(experts=700, rest=200, drafter=100, row=10, max_context=1000)
+    assert size.per_device(3) == 334
+    assert size.context(4, RESERVE + 250 + 99) == 9
+    assert size.context(4, RESERVE + 250 + 99, batch=2) == 4
+    assert size.context(4, RESERVE + 249) == 0
+    assert size.context(4, RESERVE * 9) == 1000
+
+
+def test_index_of_another_depth(published):
+    index = {
+        "weight_map": {"language_model.model.layers.3.input_layernorm.weight": "a.safetensors"}
+    }
+    (published[0] / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(ValueError, match="no tensor of layer 60.*61 layers"):
+        footprint(*published)
+
+
+def test_table_in_the_docs(published):
+    size = footprint(*published)
+    rows = [line for line in _HARDWARE.read_text().splitlines() if line[:3] in ("| 8", "| 1")]
+    assert len(rows) == 3
+    for row in rows:
+        machine, share, *contexts = (cell.strip() for cell in row.strip("|").split("|"))
+        devices, each = (int(part.split()[0]) for part in machine.split(" x "))
+        assert share == f"{size.per_device(devices) / 1e9:.1f}"
+        for batch, cell in zip((1, 4, 16, 64), contexts, strict=True):
+            assert cell == f"{size.context(devices, each * 10**9, batch=batch):,}"

@@ -1,47 +1,109 @@
-"""Argument checks at trace time: what was expected, and what was given."""
+"""Argument checks at trace time: what was expected, and what was given. All raise ValueError."""
 
 from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+
+_WIDE = (np.dtype(np.int64), np.dtype(np.uint64), np.dtype(np.float64))
 
 
 def array(name: str, value, shape: tuple[int | str, ...], dtypes) -> jax.Array:
     """`value` as an array of one of `dtypes` whose shape matches; a string in `shape` matches any size.
 
+    Integers of 64 bits count as what JAX makes of them, provided that they fit.
+
     Raises:
-      TypeError: another dtype. ValueError: another shape.
+      ValueError: another dtype or shape, or integers that do not fit.
     """
-    value = jnp.asarray(value) if not isinstance(value, jax.Array) else value
     allowed = [jnp.dtype(d) for d in (dtypes if isinstance(dtypes, tuple) else (dtypes,))]
+    names = " or ".join(d.name for d in allowed)
+    if not isinstance(value, jax.Array):
+        try:
+            value = np.asarray(value)
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"{name} must be an array of {names} ({error})") from error
+        if value.dtype in _WIDE and jax.dtypes.canonicalize_dtype(value.dtype) in allowed:
+            value = _narrowed(name, value, jax.dtypes.canonicalize_dtype(value.dtype))
     if value.dtype not in allowed:
-        names = " or ".join(d.name for d in allowed)
-        raise TypeError(f"{name} must be {names}, not {value.dtype.name}")
+        raise ValueError(f"{name} must be {names}, not {value.dtype.name}")
     fits = len(value.shape) == len(shape) and all(
         isinstance(want, str) or want == got for want, got in zip(shape, value.shape, strict=True)
     )
     if not fits:
         wanted = "[" + ", ".join(map(str, shape)) + "]"
         raise ValueError(f"{name} must have shape {wanted}, not {list(value.shape)}")
-    return value
+    return jnp.asarray(value)
 
 
-def between(name: str, value: int, low: int, high: int) -> int:
-    """`value` if it is a whole number in low .. high.
+def _narrowed(name: str, value: np.ndarray, dtype: np.dtype) -> np.ndarray:
+    """`value` in the narrower `dtype`; an integer never wraps around."""
+    if dtype.kind in "iu" and value.size:
+        limits = np.iinfo(dtype)
+        if value.min() < limits.min or value.max() > limits.max:
+            raise ValueError(
+                f"{name} must lie in {limits.min} .. {limits.max} ({dtype.name}), "
+                f"but holds {value.min() if value.min() < limits.min else value.max()}"
+            )
+    return value.astype(dtype)
+
+
+def between(name: str, value, low: int, high: int) -> int:
+    """`value` as a Python int if it is a whole number in low .. high.
 
     Raises:
-      TypeError, ValueError: otherwise.
+      ValueError: otherwise, and for an array whose value only the running program knows.
     """
-    if isinstance(value, bool) or not hasattr(value, "__index__"):
-        raise TypeError(f"{name} must be a whole number, not {value!r}")
-    value = value.__index__()
-    if not low <= value <= high:
-        raise ValueError(f"{name} must lie in {low} .. {high}, not {value}")
-    return value
+    try:
+        if isinstance(value, bool | np.bool_):
+            raise TypeError
+        whole = value.__index__()
+    except (AttributeError, TypeError) as error:
+        raise ValueError(f"{name} must be a whole number, not {_shown(value)}") from error
+    if not low <= whole <= high:
+        raise ValueError(f"{name} must lie in {low} .. {high}, not {whole}")
+    return whole
+
+
+def number(name: str, value) -> float:
+    """`value` as a Python float.
+
+    Raises:
+      ValueError: no real number, or an array whose value only the running program knows.
+    """
+    try:
+        if isinstance(value, bool | np.bool_ | str | bytes) or np.ndim(value) != 0:
+            raise TypeError
+        return float(value)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise ValueError(f"{name} must be a number, not {_shown(value)}") from error
+
+
+def flag(name: str, value) -> bool:
+    """`value` as a Python bool.
+
+    Raises:
+      ValueError: anything but True and False.
+    """
+    if not isinstance(value, bool | np.bool_):
+        raise ValueError(f"{name} must be True or False, not {_shown(value)}")
+    return bool(value)
 
 
 def layer_index(layer, layers: int) -> jax.Array:
     """A layer index, a Python int in range or an i32 scalar that a loop may compute."""
+    if layers < 1:
+        raise ValueError("cache must have at least one layer")
     if not isinstance(layer, jax.Array):
         return jnp.int32(between("layer", layer, 0, layers - 1))
     return array("layer", layer, (), jnp.int32)
+
+
+def is_known(*values) -> bool:
+    """Whether all values are at hand; under a transformation such as jit they are not."""
+    return not any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(values))
+
+
+def _shown(value) -> str:
+    return "a traced array: make it static" if not is_known(value) else repr(value)

@@ -1,7 +1,8 @@
 """How a kernel becomes a JAX primitive: shapes, a lowering per platform and a batching rule.
 
-Own primitives show by name in a jaxpr and take part in `jit`, `while_loop`, `vmap` and `shard_map`. Every
-array but a cache leads with the batch axis; `vmap` folds the mapped axis into it.
+Own primitives show by name in a jaxpr and take part in `jit`, `while_loop`, `vmap` and `shard_map`. `vmap`
+folds the mapped axis into the batch axis, so what all requests share, a layer index for instance, cannot be
+mapped over.
 """
 
 from __future__ import annotations
@@ -80,11 +81,12 @@ def kernel_primitive(
     def batch(operands, dims, **parameters):
         size = next(x.shape[d] for x, d in zip(operands, dims, strict=True) if d is not None)
         folded = []
-        for operand, dim, axis in zip(operands, dims, batch_axes, strict=True):
+        for i, (operand, dim, axis) in enumerate(zip(operands, dims, batch_axes, strict=True)):
             if axis is None:
                 if dim is not None:
                     raise NotImplementedError(
-                        f"{name}: vmap over an operand that all requests share (layer, stop_tokens)"
+                        f"{name}: vmap cannot map over operand {i}, {jax.typeof(operand).str_short()}, "
+                        "because one call's requests share it; loop over it with jax.lax.map"
                     )
                 folded.append(operand)
                 continue
@@ -93,12 +95,11 @@ def kernel_primitive(
                 dim = 0
             operand = jnp.moveaxis(operand, dim, axis)
             shape = operand.shape
-            folded.append(
-                operand.reshape(*shape[:axis], shape[axis] * shape[axis + 1], *shape[axis + 2 :])
-            )
+            requests = shape[axis + 1]
+            folded.append(operand.reshape(*shape[:axis], size * requests, *shape[axis + 2 :]))
         results = primitive.bind(*folded, **parameters)
         unfolded = [
-            r.reshape(*r.shape[:axis], size, r.shape[axis] // size, *r.shape[axis + 1 :])
+            r.reshape(*r.shape[:axis], size, requests, *r.shape[axis + 1 :])
             for r, axis in zip(results, result_batch_axes, strict=True)
         ]
         return unfolded, list(result_batch_axes)

@@ -46,7 +46,7 @@ def tree_accept(tree: DraftTree, target_tokens, *, stop_tokens=None, max_new=Non
       An `AcceptedPath`; a tree without nodes emits nothing.
 
     Raises:
-      TypeError, ValueError: another dtype or shape.
+      ValueError: another dtype or shape.
     """
     target_tokens = _checks.array("target_tokens", target_tokens, ("B", "N"), jnp.int32)
     shape = target_tokens.shape
@@ -61,13 +61,13 @@ def tree_accept(tree: DraftTree, target_tokens, *, stop_tokens=None, max_new=Non
     if max_new is None:
         max_new = jnp.full(shape[:1], np.iinfo(np.int32).max, jnp.int32)
     max_new = _checks.array("max_new", max_new, shape[:1], jnp.int32)
-    fields = (tree.tokens, tree.next_token, tree.next_sibling)
-    names = ("tree.tokens", "tree.next_token", "tree.next_sibling")
-    for name, value in zip(names, fields, strict=True):
-        _checks.array(name, value, shape, jnp.int32)
-    _checks.array("tree.num_nodes", tree.num_nodes, shape[:1], jnp.int32)
+    fields = [
+        _checks.array(f"tree.{name}", getattr(tree, name), shape, jnp.int32)
+        for name in ("tokens", "next_token", "next_sibling")
+    ]
+    num_nodes = _checks.array("tree.num_nodes", tree.num_nodes, shape[:1], jnp.int32)
     outputs = _tree_accept.bind(
-        *fields, tree.num_nodes, target_tokens, stop_tokens, max_new, depth=tree.max_depth
+        *fields, num_nodes, target_tokens, stop_tokens, max_new, depth=tree.max_depth
     )
     return AcceptedPath(*outputs)
 

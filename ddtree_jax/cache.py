@@ -28,12 +28,14 @@ def append_latents(cache, latents, lengths, *, layer) -> jax.Array:
       The cache.
 
     Raises:
-      TypeError, ValueError: another dtype, shape or layer.
+      ValueError: another dtype, shape or layer.
     """
     shape = ("layers", "B", "S", "width")
     cache = _checks.array("cache", cache, shape, (jnp.float32, jnp.bfloat16))
     layers, batch, _, width = cache.shape
     latents = _checks.array("latents", latents, (batch, "N", width), cache.dtype)
+    if latents.shape[1] < 1:
+        raise ValueError("latents must have at least one row N a request")
     lengths = _checks.array("lengths", lengths, (batch,), jnp.int32)
     index = _checks.layer_index(layer, layers)
     return _append_latents.bind(cache, latents, lengths, index)[0]
@@ -53,12 +55,14 @@ def commit_path(cache, path: AcceptedPath, lengths) -> jax.Array:
       The cache.
 
     Raises:
-      TypeError, ValueError: another dtype or shape.
+      ValueError: another dtype or shape.
     """
     shape = ("layers", "B", "S", "width")
     cache = _checks.array("cache", cache, shape, (jnp.float32, jnp.bfloat16))
     batch = cache.shape[1]
     nodes = _checks.array("path.nodes", path.nodes, (batch, "L + 1"), jnp.int32)
+    if nodes.shape[1] < 1:
+        raise ValueError("path.nodes must have at least the root's column")
     num_emitted = _checks.array("path.num_emitted", path.num_emitted, (batch,), jnp.int32)
     lengths = _checks.array("lengths", lengths, (batch,), jnp.int32)
     return _commit_path.bind(cache, nodes, num_emitted, lengths)[0]

@@ -5,11 +5,12 @@ from __future__ import annotations
 import dataclasses
 import enum
 import math
-import operator
 
+from ddtree_jax import _checks
 from ddtree_jax.tree import MAX_BUDGET
 
 MODES = ("ddtree", "chain", "ar")
+SEEDS = (-(2**31), 2**32 - 1)  # lowest and highest seed; a negative one is the same as 2^32 more
 
 
 class FinishReason(enum.IntEnum):
@@ -27,7 +28,7 @@ class FinishReason(enum.IntEnum):
 
 @dataclasses.dataclass(frozen=True)
 class DecodeConfig:
-    """Options of `ddtree_decode`, static under `jax.jit`.
+    """Options of `ddtree_decode`, static under `jax.jit`. Scalars of NumPy or JAX become Python's.
 
     Attributes:
       mode: "ddtree" verifies a draft tree a round, "chain" the drafter's single most probable
@@ -46,6 +47,9 @@ class DecodeConfig:
       prefill_chunk: prompt tokens a prefill step takes, 1 .. 256.
       max_rounds: rounds after which the call returns though requests still run (stream with it:
         pass the result's `state` to the next call); 0 only prefills; None runs to the end.
+
+    Raises:
+      ValueError: names the option and what it must be.
     """
 
     mode: str = "ddtree"
@@ -61,33 +65,37 @@ class DecodeConfig:
     max_rounds: int | None = None
 
     def __post_init__(self):
-        if self.mode not in MODES:
+        # Plain Python values, whatever kind of scalar was given: the config must be hashable.
+        if not isinstance(self.mode, str) or self.mode not in MODES:
             raise ValueError(f"mode must be one of {', '.join(MODES)}, not {self.mode!r}")
+        self._set("mode", str(self.mode))
         self._whole("budget", 0, MAX_BUDGET)
+        self._set("keep_spine", _checks.flag("keep_spine", self.keep_spine))
         self._whole("max_new_tokens", 0, 2**30)
         self._whole("top_k", 0, 2**30)
-        self._whole("seed", -(2**31), 2**32 - 1)
+        self._whole("seed", *SEEDS)
         self._whole("prefill_chunk", 1, MAX_BUDGET)
         if self.max_rounds is not None:
             self._whole("max_rounds", 0, 2**30)
+        self._set("temperature", _checks.number("temperature", self.temperature))
         if not (math.isfinite(self.temperature) and self.temperature >= 0):
             raise ValueError(f"temperature must be finite and at least 0, not {self.temperature}")
+        self._set("top_p", _checks.number("top_p", self.top_p))
         if not 0 < self.top_p <= 1:
             raise ValueError(f"top_p must lie in (0, 1], not {self.top_p}")
         try:
-            stops = tuple(operator.index(token) for token in self.stop_tokens)
+            stops = tuple(self.stop_tokens)
         except TypeError as error:
             raise ValueError(
                 f"stop_tokens must be a tuple of token ids, not {self.stop_tokens!r}"
             ) from error
-        object.__setattr__(self, "stop_tokens", stops)
+        named = "each of stop_tokens"
+        self._set(
+            "stop_tokens", tuple(_checks.between(named, token, 0, 2**31 - 1) for token in stops)
+        )
 
     def _whole(self, name: str, low: int, high: int):
-        value = getattr(self, name)
-        try:
-            value = operator.index(value)
-        except TypeError as error:
-            raise ValueError(f"{name} must be a whole number, not {value!r}") from error
-        if not low <= value <= high:
-            raise ValueError(f"{name} must lie in {low} .. {high}, not {value}")
+        self._set(name, _checks.between(name, getattr(self, name), low, high))
+
+    def _set(self, name: str, value):
         object.__setattr__(self, name, value)

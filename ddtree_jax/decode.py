@@ -7,7 +7,8 @@ one `lax.while_loop`; no array of it visits the host.
 
 The loop knows no model. A target has `vocab_size`, `max_context`, `init_cache`, `verify` and `head`; a
 drafter has `block_size`, `taps`, `init_cache`, `extend` and `draft`: see `ddtree_jax.models.KimiK26` and
-`ddtree_jax.models.DFlashDrafter`. Both are pytrees, so they pass through `jax.jit` as arguments.
+`ddtree_jax.models.DFlashDrafter`. Both are pytrees, so they pass through `jax.jit` as arguments. Where both
+say what `vocab_size` and `hidden_size` they have, in themselves or in a `config`, these must agree.
 
 Bookkeeping: of `lengths` known tokens the last is the root of the next tree. It is in no cache yet, so the
 caches hold `lengths - 1` rows, and a node of depth d stands at absolute position `lengths - 1 + d`.
@@ -22,10 +23,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ddtree_jax import sampling
+from ddtree_jax import _checks, sampling
 from ddtree_jax.accept import AcceptedPath, tree_accept
 from ddtree_jax.cache import commit_path
-from ddtree_jax.config import DecodeConfig, FinishReason
+from ddtree_jax.config import SEEDS, DecodeConfig, FinishReason
 from ddtree_jax.tree import DraftTree, chain_tree, draft_topk, tree_build
 
 
@@ -100,8 +101,10 @@ def ddtree_decode(
       prompt_tokens: i32[B, P], right-padded with anything.
       prompt_lengths: i32[B], 1 .. P.
       config: what to do.
-      state: None to start; a result's `state` to go on, with the same prompts and models.
-      seed: i32[] that overrides `config.seed`.
+      state: None to start; a result's `state` to go on, with the same prompts and models. It holds the
+        generators too, so `seed` and `request_ids` are for the start only.
+      seed: overrides `config.seed`; an i32[] or u32[] may be traced. As an argument of a jitted function
+        a Python int beyond int32 must be np.uint32(seed): jit itself takes no other.
       request_ids: i32[B] that tell requests apart in sampling. By default a hash of the prompt, so
         equal prompts with equal seeds get equal text; number them to draw several for one prompt.
 
@@ -109,21 +112,28 @@ def ddtree_decode(
       A `DecodeResult`.
 
     Raises:
-      TypeError, ValueError: arguments of the wrong shape, dtype or range. Trouble with the data is a
+      ValueError: arguments of the wrong shape, dtype or range. Trouble with the data is a
         `FinishReason` of its request instead.
+      TypeError: `config` is no `DecodeConfig`.
     """
-    _check(target, drafter, prompt_tokens, prompt_lengths, config)
-    prompt_tokens = jnp.asarray(prompt_tokens)
-    prompt_lengths = jnp.asarray(prompt_lengths)
+    prompt_tokens, prompt_lengths = _check(target, drafter, prompt_tokens, prompt_lengths, config)
     if config.mode == "ar":
         drafter = None
     if state is None:
         if request_ids is None:
             request_ids = sampling.prompt_ids(prompt_tokens, prompt_lengths)
-        keys = sampling.request_keys(config.seed if seed is None else seed, request_ids)
+        batch = prompt_tokens.shape[:1]
+        request_ids = _checks.array("request_ids", request_ids, batch, jnp.int32)
+        keys = sampling.request_keys(_seed(config.seed if seed is None else seed), request_ids)
         state = _prefill(target, drafter, prompt_tokens, prompt_lengths, keys, config)
     else:
-        _check_state(state, target, drafter, prompt_tokens, config)
+        for name, value in (("seed", seed), ("request_ids", request_ids)):
+            if value is not None:
+                raise ValueError(
+                    f"{name} cannot be given with a state, which goes on with the draws that it was "
+                    "started with: leave it out, or start anew"
+                )
+        _check_state(state, target, drafter, prompt_tokens, prompt_lengths, config)
 
     if config.max_rounds != 0:
 
@@ -319,34 +329,33 @@ def _root_tokens(state: DecodeState) -> jax.Array:
     return jnp.maximum(jnp.take_along_axis(state.tokens, last, axis=1)[:, 0], 0)
 
 
-def _check(target, drafter, prompt_tokens, prompt_lengths, config):
+def _seed(seed) -> jax.Array:
+    """The seed as the u32[] that the generators take; equal numbers are equal seeds in every dtype."""
+    if isinstance(seed, jax.Array) and not _checks.is_known(seed):
+        seed = _checks.array("seed", seed, (), (jnp.int32, jnp.uint32))
+        return seed.astype(jnp.uint32)
+    return jnp.uint32(_checks.between("seed", seed, *SEEDS) % 2**32)
+
+
+def _check(target, drafter, prompt_tokens, prompt_lengths, config) -> tuple[jax.Array, jax.Array]:
+    """The prompts as arrays, if all that can be known of the arguments is in order."""
     if not isinstance(config, DecodeConfig):
         raise TypeError(f"config must be a DecodeConfig, not {type(config).__name__}")
-    if drafter is None and config.mode != "ar":
-        raise ValueError(f"mode {config.mode!r} needs a drafter; only mode 'ar' runs without one")
-    for name, value, rank in (
-        ("prompt_tokens", prompt_tokens, 2),
-        ("prompt_lengths", prompt_lengths, 1),
-    ):
-        if np.ndim(value) != rank:
-            raise ValueError(f"{name} must have {rank} axes, not shape {np.shape(value)}")
-        if jnp.result_type(value) != jnp.int32:
-            raise TypeError(f"{name} must be int32, not {jnp.result_type(value)}")
-    batch, width = np.shape(prompt_tokens)
+    if config.mode != "ar":
+        _check_pair(target, drafter, config)
+    prompt_tokens = _checks.array("prompt_tokens", prompt_tokens, ("B", "P"), jnp.int32)
+    batch, width = prompt_tokens.shape
     if batch == 0 or width == 0:
-        raise ValueError(f"prompt_tokens must hold at least one token, not shape {(batch, width)}")
-    if np.shape(prompt_lengths) != (batch,):
-        raise ValueError(
-            f"prompt_lengths must have shape {(batch,)} like prompt_tokens' batch, "
-            f"not {np.shape(prompt_lengths)}"
-        )
-    outside = [token for token in config.stop_tokens if not 0 <= token < target.vocab_size]
+        raise ValueError(f"prompt_tokens must hold at least one token, not shape {[batch, width]}")
+    prompt_lengths = _checks.array("prompt_lengths", prompt_lengths, (batch,), jnp.int32)
+    outside = [token for token in config.stop_tokens if token >= target.vocab_size]
     if outside:
         raise ValueError(
             f"stop_tokens holds {outside[0]}, outside the vocabulary 0 .. {target.vocab_size - 1}"
         )
-    if isinstance(prompt_lengths, jax.core.Tracer) or isinstance(prompt_tokens, jax.core.Tracer):
-        return  # Under jit the values are unknown; what is wrong with them becomes a finish reason.
+    if not _checks.is_known(prompt_tokens, prompt_lengths):
+        # Under jit the values are unknown; what is wrong with them becomes a finish reason.
+        return prompt_tokens, prompt_lengths
     lengths = np.asarray(prompt_lengths)
     if lengths.min() < 1:
         raise ValueError(f"prompt {lengths.argmin()} is empty: give it at least one token")
@@ -361,21 +370,34 @@ def _check(target, drafter, prompt_tokens, prompt_lengths, config):
         raise ValueError(
             f"prompt_tokens holds an id outside the vocabulary 0 .. {target.vocab_size - 1}"
         )
+    return prompt_tokens, prompt_lengths
 
 
-def _check_state(state, target, drafter, prompt_tokens, config):
+def _check_pair(target, drafter, config):
+    if drafter is None:
+        raise ValueError(f"mode {config.mode!r} needs a drafter; only mode 'ar' runs without one")
+    for name in ("hidden_size", "vocab_size"):
+        theirs, its = (
+            getattr(model, name, getattr(getattr(model, "config", None), name, None))
+            for model in (drafter, target)
+        )
+        if theirs is not None and its is not None and theirs != its:
+            raise ValueError(
+                f"the drafter was made for a target of {name} {theirs}, this one has {its}; "
+                "give the drafter that belongs to the target"
+            )
+
+
+def _check_state(state, target, drafter, prompt_tokens, prompt_lengths, config):
+    if not isinstance(state, DecodeState):
+        hint = ": pass its `state`" if isinstance(state, DecodeResult) else ""
+        raise ValueError(f"state must be a DecodeState, not a {type(state).__name__}{hint}")
     batch, width = prompt_tokens.shape
     columns = width + config.max_new_tokens
     if state.tokens.shape != (batch, columns):
         raise ValueError(
-            f"state.tokens has shape {state.tokens.shape}, but these prompts and max_new_tokens "
-            f"make {(batch, columns)}: continue with the arguments that the state was made with"
-        )
-    rows = min(columns, target.max_context) - 1 + max_nodes(drafter, config)
-    if state.cache.shape[2] < rows:
-        raise ValueError(
-            f"state.cache has {state.cache.shape[2]} rows a request, but budget {config.budget} in "
-            f"mode {config.mode!r} needs {rows}: start with the largest budget that will be used"
+            f"state.tokens has shape {list(state.tokens.shape)}, but these prompts and max_new_tokens "
+            f"make {[batch, columns]}: continue with the arguments that the state was made with"
         )
     if (drafter is None) != (state.draft_cache is None):
         raise ValueError(
@@ -383,3 +405,37 @@ def _check_state(state, target, drafter, prompt_tokens, config):
         )
     if state.accepted_histogram.shape[1] != max_path(drafter, config) + 2:
         raise ValueError("state was made with a drafter of another block size")
+    made = state.cache.shape[2]
+    for name, model, cache in (
+        ("target", target, state.cache),
+        ("drafter", drafter, state.draft_cache),
+    ):
+        wanted = model and jax.eval_shape(lambda model=model: model.init_cache(batch, made))
+        if _shapes(cache) != _shapes(wanted):
+            raise ValueError(
+                f"state was made with another {name}: its caches have other sizes or dtypes; "
+                "continue with the models that the state was made with"
+            )
+    rows = min(columns, target.max_context) - 1 + max_nodes(drafter, config)
+    if made < rows:
+        raise ValueError(
+            f"state.cache has {made} rows a request, but budget {config.budget} in "
+            f"mode {config.mode!r} needs {rows}: start with the largest budget that will be used"
+        )
+    if not _checks.is_known(state.tokens, state.prompt_lengths, prompt_tokens, prompt_lengths):
+        return
+    # A prompt that could not be decoded has no length and no token in the state.
+    kept = np.asarray(state.prompt_lengths)
+    given = np.where(kept > 0, np.asarray(prompt_lengths), 0)
+    columns = np.arange(width) < given[:, None]
+    same = np.asarray(state.tokens)[:, :width] == np.asarray(prompt_tokens)
+    other = (kept != given) | np.any(columns & ~same, axis=1)
+    if np.any(other):
+        raise ValueError(
+            f"prompt {other.argmax()} is not the one that the state was started with: continue with "
+            "the same prompt_tokens and prompt_lengths, or start anew"
+        )
+
+
+def _shapes(cache):
+    return [(leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(cache)]

@@ -60,10 +60,12 @@ def draft_topk(logits, k: int) -> tuple[jax.Array, jax.Array]:
       i32[B, L, K]; logit descending, then id ascending. A row without a finite normaliser is -inf.
 
     Raises:
-      TypeError, ValueError: another dtype, rank or k.
+      ValueError: another dtype, rank or k.
     """
     logits = _checks.array("logits", logits, ("B", "L", "V"), (jnp.float32, jnp.bfloat16))
     batch, depth, vocab = logits.shape
+    if vocab < 1:
+        raise ValueError("logits must have at least one token in the vocabulary V")
     k = _checks.between("k", k, 1, min(vocab, MAX_CANDIDATES))
     log_probs, token_ids = _draft_topk.bind(logits.reshape(batch * depth, vocab), k=k)
     return log_probs.reshape(batch, depth, k), token_ids.reshape(batch, depth, k)
@@ -90,7 +92,7 @@ def tree_build(
       A `DraftTree`.
 
     Raises:
-      TypeError, ValueError: another dtype, shape or budget.
+      ValueError: another dtype, shape or budget.
     """
     log_probs = _checks.array("log_probs", log_probs, ("B", "L", "K"), jnp.float32)
     batch, depth, k = log_probs.shape
@@ -102,8 +104,9 @@ def tree_build(
     if budgets is None:
         budgets = jnp.full_like(root_tokens, budget)
     budgets = _checks.array("budgets", budgets, (batch,), jnp.int32)
+    keep_spine = _checks.flag("keep_spine", keep_spine)
     fields = _tree_build.bind(
-        log_probs, token_ids, root_tokens, budgets, budget=budget, keep_spine=bool(keep_spine)
+        log_probs, token_ids, root_tokens, budgets, budget=budget, keep_spine=keep_spine
     )
     return DraftTree(*fields, max_depth=depth)
 
@@ -119,7 +122,7 @@ def chain_tree(tokens, num_nodes) -> DraftTree:
       A `DraftTree` whose `log_probs` are 0 and whose `max_depth` is N - 1.
 
     Raises:
-      TypeError, ValueError: another dtype or shape.
+      ValueError: another dtype or shape.
     """
     tokens = _checks.array("tokens", tokens, ("B", "N"), jnp.int32)
     batch, nodes = tokens.shape

@@ -1,5 +1,8 @@
 """The loop's bookkeeping against a table-driven target whose text three lines of NumPy predict."""
 
+import dataclasses
+import types
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -290,11 +293,48 @@ def test_loop_has_no_cache_copy_and_shows_the_primitives(rng):
         (dict(prefill_chunk=0), "prefill_chunk"),
         (dict(prefill_chunk=257), "prefill_chunk"),
         (dict(stop_tokens=("a",)), "stop_tokens"),
+        (dict(stop_tokens=3), "stop_tokens must be a tuple of token ids, not 3"),
+        (dict(stop_tokens=(-1,)), "each of stop_tokens must lie in 0 .."),
+        (dict(temperature="x"), "temperature must be a number, not 'x'"),
+        (dict(temperature="0.5"), "temperature must be a number, not '0.5'"),
+        (dict(temperature=None), "temperature must be a number, not None"),
+        (dict(temperature=[0.5]), r"temperature must be a number, not \[0.5\]"),
+        (dict(temperature=10**400), "temperature must be a number"),
+        (dict(top_p="x"), "top_p must be a number, not 'x'"),
+        (dict(top_p=True), "top_p must be a number, not True"),
+        (dict(top_p=np.ones(1)), "top_p must be a number"),
+        (dict(budget=True), "budget must be a whole number, not True"),
+        (dict(budget=jnp.float32(3)), "budget must be a whole number"),
+        (dict(keep_spine="no"), "keep_spine must be True or False, not 'no'"),
+        (dict(mode=["ar"]), "mode must be one of"),
+        (dict(seed=2**32), "seed must lie in -2147483648 .. 4294967295, not 4294967296"),
     ],
 )
 def test_config_refuses(options, message):
     with pytest.raises(ValueError, match=message):
         DecodeConfig(**options)
+
+
+def test_config_makes_python_scalars_of_others():
+    config = DecodeConfig(
+        budget=jnp.int32(3),
+        keep_spine=np.bool_(False),
+        stop_tokens=np.array([1, 2]),
+        temperature=jnp.float32(0.5),
+        top_k=np.int64(4),
+        top_p=np.float32(0.75),
+    )
+    plain = DecodeConfig(
+        budget=3, keep_spine=False, stop_tokens=(1, 2), temperature=0.5, top_k=4, top_p=0.75
+    )
+    assert config == plain and hash(config) == hash(plain)
+    for field in dataclasses.fields(config):
+        assert type(getattr(config, field.name)) is type(getattr(plain, field.name)), field.name
+
+
+def test_a_traced_option_is_refused():
+    with pytest.raises(ValueError, match="temperature must be a number, not a traced array"):
+        jax.jit(lambda t: DecodeConfig(temperature=t).temperature)(0.5)
 
 
 def test_arguments_are_checked(rng):
@@ -303,9 +343,9 @@ def test_arguments_are_checked(rng):
     config = DecodeConfig(max_new_tokens=4)
     with pytest.raises(ValueError, match="drafter"):
         ddtree_decode(target, None, tokens, lengths, config=config)
-    with pytest.raises(TypeError, match="int32"):
+    with pytest.raises(ValueError, match="prompt_tokens must be int32, not float32"):
         ddtree_decode(target, drafter, tokens.astype(np.float32), lengths, config=config)
-    with pytest.raises(ValueError, match="2 axes"):
+    with pytest.raises(ValueError, match=r"prompt_tokens must have shape \[B, P\], not \[5\]"):
         ddtree_decode(target, drafter, tokens[0], lengths, config=config)
     with pytest.raises(ValueError, match="shape"):
         ddtree_decode(target, drafter, tokens, lengths[:1], config=config)
@@ -319,7 +359,59 @@ def test_arguments_are_checked(rng):
         ddtree_decode(target, drafter, tokens, lengths, config=DecodeConfig(stop_tokens=(23,)))
     with pytest.raises(TypeError, match="DecodeConfig"):
         ddtree_decode(target, drafter, tokens, lengths, config={"budget": 3})
-    state = decode(target, drafter, tokens, lengths, config=config).state
+    with pytest.raises(ValueError, match="prompt_lengths must lie in .*4294967298"):
+        ddtree_decode(target, drafter, tokens, np.array([2, 2**32 + 2]), config=config)
+    for request_ids, message in (
+        (np.arange(3, dtype=np.int32), r"request_ids must have shape \[2\], not \[3\]"),
+        (np.zeros(2, np.float32), "request_ids must be int32, not float32"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            ddtree_decode(target, drafter, tokens, lengths, config=config, request_ids=request_ids)
+    for seed, message in (
+        (2**40, "seed must lie in"),
+        ("x", "seed must be a whole number"),
+        (jnp.zeros(2, jnp.int32), "seed must be a whole number"),
+        (0.5, "seed must be a whole number"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            ddtree_decode(target, drafter, tokens, lengths, config=config, seed=seed)
+    for seed in (np.float32(1), np.zeros(2, np.int32)):
+        with pytest.raises(ValueError, match="seed must"):
+            decode(target, drafter, tokens, lengths, config=config, seed=seed)
+    with pytest.raises(ValueError, match="made for a target of vocab_size 9, this one has 23"):
+        other = types.SimpleNamespace(config=types.SimpleNamespace(vocab_size=9))
+        ddtree_decode(target, other, tokens, lengths, config=config)
+
+
+def test_states_are_checked(rng):
+    target, drafter = random_pair(rng)
+    tokens, lengths = _prompts(rng, 2, 5, target.vocab_size)
+    config = DecodeConfig(max_new_tokens=4)
+    result = decode(target, drafter, tokens, lengths, config=config)
+    state = result.state
+    with pytest.raises(
+        ValueError, match="state must be a DecodeState, not a DecodeResult: pass its"
+    ):
+        ddtree_decode(target, drafter, tokens, lengths, config=config, state=result)
+    with pytest.raises(ValueError, match="state must be a DecodeState, not a dict"):
+        ddtree_decode(target, drafter, tokens, lengths, config=config, state={})
+    for extra in (dict(seed=3), dict(request_ids=np.arange(2, dtype=np.int32))):
+        with pytest.raises(ValueError, match=f"{next(iter(extra))} cannot be given with a state"):
+            ddtree_decode(target, drafter, tokens, lengths, config=config, state=state, **extra)
+    with pytest.raises(ValueError, match="prompt 1 is not the one"):
+        other = lengths.copy()
+        other[1] = lengths[1] % 5 + 1
+        ddtree_decode(target, drafter, tokens, other, config=config, state=state)
+    with pytest.raises(ValueError, match="prompt 0 is not the one"):
+        other = tokens.copy()
+        other[0, 0] = (tokens[0, 0] + 1) % target.vocab_size
+        ddtree_decode(target, drafter, other, lengths, config=config, state=state)
+    with pytest.raises(ValueError, match="made with another target"):
+        other = dataclasses.replace(state, cache=state.cache.astype(jnp.bfloat16))
+        ddtree_decode(target, drafter, tokens, lengths, config=config, state=other)
+    with pytest.raises(ValueError, match="made with another drafter"):
+        other = dataclasses.replace(state, draft_cache=())
+        ddtree_decode(target, drafter, tokens, lengths, config=config, state=other)
     with pytest.raises(ValueError, match="rows"):
         ddtree_decode(
             target,
@@ -333,3 +425,15 @@ def test_arguments_are_checked(rng):
         ddtree_decode(
             target, drafter, tokens, lengths, state=state, config=DecodeConfig(max_new_tokens=5)
         )
+
+
+def test_equal_seeds_are_equal_in_every_form(rng):
+    target, drafter = random_pair(rng)
+    tokens, lengths = _prompts(rng, 2, 5, target.vocab_size)
+    config = DecodeConfig(max_new_tokens=12, temperature=1.0, seed=2**32 - 5)
+    want = decode(target, drafter, tokens, lengths, config=config).tokens
+    for seed in (np.uint32(2**32 - 5), np.int32(-5), -5):
+        got = decode(target, drafter, tokens, lengths, config=config, seed=seed).tokens
+        np.testing.assert_array_equal(got, want)
+    eager = ddtree_decode(target, drafter, tokens, lengths, config=config, seed=2**32 - 5).tokens
+    np.testing.assert_array_equal(eager, want)

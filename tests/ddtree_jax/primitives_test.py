@@ -1,5 +1,6 @@
 """The primitives as JAX sees them: names, transformations, lowerings and refusals."""
 
+import dataclasses
 import os
 import pathlib
 import subprocess
@@ -92,8 +93,25 @@ def test_vmap_over_other_axes_and_of_one_operand(rng):
 
 def test_vmap_of_a_shared_operand_is_refused(rng):
     arguments = round_arguments(rng)
-    with pytest.raises(NotImplementedError, match="layer"):
+    with pytest.raises(
+        NotImplementedError, match=r"append_latents.* operand 3, int32\[2\].*lax.map"
+    ):
         jax.vmap(lambda layer: round_of(*arguments, layer=layer))(jnp.arange(2))
+    mapped = jax.lax.map(lambda layer: round_of(*arguments, layer=layer), jnp.arange(2))
+    want = [round_of(*arguments, layer=layer) for layer in range(2)]
+    np.testing.assert_array_equal(mapped[4], np.stack([one[4] for one in want]))
+
+
+def test_vmap_over_nothing_and_over_empty_batches(rng):
+    for leading in (0, 3):
+        arguments = round_arguments(rng, leading)
+        if leading:  # No requests in any of the three.
+            arguments = [np.take(a, [], axis=2 if i == 3 else 1) for i, a in enumerate(arguments)]
+        got = jax.jit(jax.vmap(round_of))(*arguments)
+        batch = 0 if leading else B
+        assert got[0].shape == (leading, batch, L, K)
+        assert got[2].shape == (leading, batch, N, H, 512)
+        assert got[4].shape == (leading, LAYERS, batch, S, 576)
 
 
 def test_every_primitive_in_a_while_loop(rng):
@@ -259,39 +277,74 @@ def commit(nodes=(1, 4), dtype=I32):
         (lambda: ddtree_jax.draft_topk(zeros(2, 9), 3), ValueError, ["logits", "[2, 9]"]),
         (
             lambda: ddtree_jax.draft_topk(zeros(1, 2, 9, dtype=I32), 3),
-            TypeError,
+            ValueError,
             ["logits", "int32"],
         ),
         (lambda: ddtree_jax.draft_topk(zeros(1, 2, 9), 10), ValueError, ["k", "9", "10"]),
         (lambda: ddtree_jax.draft_topk(zeros(1, 2, 9), 0), ValueError, ["k", "0"]),
         (lambda: ddtree_jax.draft_topk(zeros(1, 2, 900), 257), ValueError, ["k", "256", "257"]),
-        (lambda: ddtree_jax.draft_topk(zeros(1, 2, 9), 2.0), TypeError, ["k", "2.0"]),
+        (lambda: ddtree_jax.draft_topk(zeros(1, 2, 9), 2.0), ValueError, ["k", "2.0"]),
+        (lambda: ddtree_jax.draft_topk(zeros(1, 2, 0), 1), ValueError, ["logits", "one token"]),
+        (
+            lambda: ddtree_jax.draft_topk([[1.0], [2.0, 3.0]], 1),
+            ValueError,
+            ["logits must be an array of float32 or bfloat16"],
+        ),
+        (lambda: ddtree_jax.draft_topk("x", 1), ValueError, ["logits must be float32", "str"]),
+        (lambda: build(budget=jnp.float32(2)), ValueError, ["budget must be a whole number"]),
+        (lambda: build(keep_spine="no"), ValueError, ["keep_spine must be True or False", "'no'"]),
+        (
+            lambda: build(budgets=np.array([2**32 + 3])),
+            ValueError,
+            ["budgets must lie in -2147483648 .. 2147483647 (int32)", "4294967299"],
+        ),
+        (lambda: build(budgets=[-(2**31) - 1]), ValueError, ["budgets", "-2147483649"]),
+        (
+            lambda: attend(cache=(0, 1, 20, 576), layer=jnp.int32(0)),
+            ValueError,
+            ["cache must have at least one layer"],
+        ),
+        (lambda: attend(cache=(0, 1, 20, 576)), ValueError, ["cache must have at least one layer"]),
+        (lambda: attend(query=(1, 0, 2, 576)), ValueError, ["query's nodes N", "1 .. 257", "0"]),
+        (lambda: append(latents=(1, 0, 576)), ValueError, ["latents", "at least one"]),
+        (lambda: append(layer=1.0), ValueError, ["layer must be a whole number", "1.0"]),
+        (lambda: commit(nodes=(1, 0)), ValueError, ["path.nodes", "at least"]),
+        (
+            lambda: ddtree_jax.chain_tree(zeros(1, 0, dtype=I32), zeros(1, dtype=I32)),
+            ValueError,
+            ["tokens' nodes N", "1 .. 257", "0"],
+        ),
+        (
+            lambda: ddtree_jax.tree_accept(a_tree(), zeros(1, 5, dtype=I32), stop_tokens=(2**31,)),
+            ValueError,
+            ["a stop token", "2147483648"],
+        ),
         (lambda: build(budget=257), ValueError, ["budget", "256", "257"]),
         (lambda: build(budget=-1), ValueError, ["budget", "-1"]),
-        (lambda: build(budget=True), TypeError, ["budget", "True"]),
+        (lambda: build(budget=True), ValueError, ["budget", "True"]),
         (lambda: build(ids=(1, 3, 5)), ValueError, ["token_ids", "[1, 3, 4]", "[1, 3, 5]"]),
         (lambda: build(roots=(2,)), ValueError, ["root_tokens", "[1]", "[2]"]),
-        (lambda: build(dtype=np.float16), TypeError, ["log_probs", "float32", "float16"]),
-        (lambda: build(ids_dtype=np.uint32), TypeError, ["token_ids", "int32", "uint32"]),
+        (lambda: build(dtype=np.float16), ValueError, ["log_probs", "float32", "float16"]),
+        (lambda: build(ids_dtype=np.uint32), ValueError, ["token_ids", "int32", "uint32"]),
         (lambda: build((1, 32, 4), (1, 32, 4)), ValueError, ["L", "31", "32"]),
         (lambda: build((1, 0, 4), (1, 0, 4)), ValueError, ["L", "0"]),
         (lambda: build(budgets=zeros(2, dtype=I32)), ValueError, ["budgets", "[2]"]),
-        (lambda: build(budgets=zeros(1)), TypeError, ["budgets", "float32"]),
+        (lambda: build(budgets=zeros(1)), ValueError, ["budgets", "float32"]),
         (lambda: attend(query=(1, 5, 2, 512)), ValueError, ["query", "576", "512"]),
         (lambda: attend(cache=(2, 2, 20, 576)), ValueError, ["cache", "[2, 2, 20, 576]"]),
         (lambda: attend(cache=(2, 1, 4, 576)), ValueError, ["cache", "4", "5"]),
-        (lambda: attend(dtype=np.float16), TypeError, ["query", "float16"]),
-        (lambda: attend(dtype=jnp.bfloat16), TypeError, ["cache", "bfloat16", "float32"]),
-        (lambda: attend(lengths=np.int16), TypeError, ["lengths", "int16"]),
+        (lambda: attend(dtype=np.float16), ValueError, ["query", "float16"]),
+        (lambda: attend(dtype=jnp.bfloat16), ValueError, ["cache", "bfloat16", "float32"]),
+        (lambda: attend(lengths=np.int16), ValueError, ["lengths", "int16"]),
         (lambda: attend(layer=2), ValueError, ["layer", "0 .. 1", "2"]),
         (lambda: attend(layer=jnp.zeros(1, I32)), ValueError, ["layer", "[1]"]),
         (lambda: attend(tree=a_tree(budget=5)), ValueError, ["tree.ancestors", "[1, 6, 1]"]),
         (lambda: append(latents=(2, 3, 576)), ValueError, ["latents", "[2, 3, 576]"]),
-        (lambda: append(dtype=jnp.bfloat16), TypeError, ["latents", "float32", "bfloat16"]),
+        (lambda: append(dtype=jnp.bfloat16), ValueError, ["latents", "float32", "bfloat16"]),
         (lambda: append(lengths=(1, 1)), ValueError, ["lengths", "[1, 1]"]),
         (lambda: append(layer=-1), ValueError, ["layer", "-1"]),
         (lambda: commit(nodes=(2, 4)), ValueError, ["path.nodes", "[2, 4]"]),
-        (lambda: commit(dtype=np.uint32), TypeError, ["path.nodes", "uint32"]),
+        (lambda: commit(dtype=np.uint32), ValueError, ["path.nodes", "uint32"]),
         (
             lambda: ddtree_jax.tree_accept(a_tree(), zeros(1, 6, dtype=I32)),
             ValueError,
@@ -299,7 +352,7 @@ def commit(nodes=(1, 4), dtype=I32):
         ),
         (
             lambda: ddtree_jax.tree_accept(a_tree(), zeros(1, 5)),
-            TypeError,
+            ValueError,
             ["target_tokens", "float32"],
         ),
         (
@@ -323,7 +376,19 @@ def test_misuse_says_what_was_expected_and_what_was_given(call, error, words):
         assert word in str(caught.value)
 
 
+def test_64_bit_integers_that_fit_are_taken():
+    tree = build(budgets=np.array([2], np.int64))
+    assert np.asarray(tree.num_nodes).tolist() == [3]
+    wide = dataclasses.replace(tree, tokens=np.asarray(tree.tokens, np.int64))
+    path = ddtree_jax.tree_accept(wide, np.zeros((1, 5), np.int64))
+    assert np.asarray(path.num_emitted).tolist() == [2 + 1]
+
+
 def test_misuse_is_found_while_tracing():
+    with pytest.raises(
+        ValueError, match="k must be a whole number, not a traced array: make it static"
+    ):
+        jax.jit(ddtree_jax.draft_topk)(zeros(1, 2, 3), 2)
     with pytest.raises(ValueError, match="budget"):
         jax.eval_shape(
             lambda x: ddtree_jax.tree_build(

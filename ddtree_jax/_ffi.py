@@ -34,14 +34,35 @@ def check_ffi_version(name: str, built: tuple[int, int], runtime: tuple[int, int
 
 
 def _load(name: str) -> ModuleType | None:
+    """The extension, with its handlers registered; None where it was not built.
+
+    Raises:
+      ImportError: it is there and does not load, in one sentence.
+    """
+    full_name = f"ddtree_jax.{name}"
     try:
-        module = importlib.import_module(f"ddtree_jax.{name}")
-    except ModuleNotFoundError:
-        return None
-    check_ffi_version(name, tuple(module.ffi_api_version), _runtime_ffi_version())
-    for target, handler in module.registrations().items():
+        module = importlib.import_module(full_name)
+        built = tuple(module.ffi_api_version)
+        handlers = module.registrations()
+    except ModuleNotFoundError as error:
+        if error.name == full_name:
+            return None
+        raise _unloadable(name, error) from error
+    except Exception as error:  # An undefined symbol, a driver too old: whatever a loader can say.
+        raise _unloadable(name, error) from error
+    check_ffi_version(name, built, _runtime_ffi_version())
+    for target, handler in handlers.items():
         jax.ffi.register_ffi_target(target, handler, platform=_PLATFORMS[name])
     return module
+
+
+def _unloadable(name: str, error: Exception) -> ImportError:
+    remedy = "install ddtree_jax again so that it is rebuilt on this machine"
+    if name == "_cuda":
+        remedy += ", with DDTREE_CUDA=OFF to do without it"
+    return ImportError(
+        f"ddtree_jax.{name} does not load ({' '.join(str(error).split())}): {remedy}"
+    )
 
 
 cpu = _load("_cpu")

@@ -17,7 +17,7 @@ from tqdm import tqdm
 from .config import DFlashConfig, KimiK26Config
 from .dflash import DFlashDrafter
 from .kimi_k26 import KimiK26
-from .layout import Rule, drafter_rules, target_rules
+from .layout import Rule, Source, drafter_rules, target_rules
 from .tensors import Tensors
 
 _PREFIXES = (
@@ -70,7 +70,7 @@ def load_target(path: str | os.PathLike, *, mesh=None, dtype=None) -> KimiK26:
 
     tensors = Tensors(path, canonical)
     if config.tie_word_embeddings and "lm_head.weight" in tensors.names:
-        tensors.take("lm_head.weight")  # a copy of the embedding
+        _check_tied(tensors, config)
     dtype = wanted or _stored_dtype(tensors, "model.embed_tokens.weight")
     target = nnx.eval_shape(lambda: KimiK26(config, dtype=dtype))
     _fill(target, target_rules(target, tensors.names), tensors)
@@ -109,6 +109,19 @@ def load_drafter(path: str | os.PathLike, target: KimiK26, *, dtype=None) -> DFl
     return drafter
 
 
+def _check_tied(tensors: Tensors, config: KimiK26Config):
+    """Takes a stored head that should be the embedding; one that is not would be lost silently."""
+    shape = (config.vocab_size, config.hidden_size)
+    names = ("lm_head.weight", "model.embed_tokens.weight")
+    tensors.check(Source(name, shape) for name in names)
+    head, embedding = (tensors.take(name).astype(np.float32) for name in names)
+    if not np.array_equal(head, embedding, equal_nan=True):
+        raise ValueError(
+            f"{tensors.folder}: tie_word_embeddings is true, but the tensor 'lm_head.weight' is not "
+            "the embedding; set it to false in config.json, or remove the tensor"
+        )
+
+
 def _fill(model: nnx.Module, rules: list[Rule], tensors: Tensors):
     """Puts the checkpoint's values into an abstract model."""
     for rule in rules:
@@ -120,7 +133,10 @@ def _fill(model: nnx.Module, rules: list[Rule], tensors: Tensors):
     with tqdm(total=total, unit="B", unit_scale=True, desc="loading", disable=quiet) as bar:
         for rule in rules:
             for name, expected in rule.constants.items():
-                if name in tensors.names and tuple(tensors.take(name).tolist()) != expected:
+                if name not in tensors.names:
+                    continue
+                tensors.check([Source(name, (len(expected),), ("I32", "I64"))])
+                if tuple(tensors.take(name).tolist()) != expected:
                     raise ValueError(f"{tensors.folder}: the tensor {name!r} should say {expected}")
             # Taken one by one: the experts of a layer are never there twice.
             arrays = rule.load(_OnDemand(tensors, [source.name for source in rule.sources], bar))

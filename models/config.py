@@ -41,12 +41,18 @@ class _Section:
         """The finite number at `key`; without a default the key must be there."""
         return self._convert(_number, key, default)
 
-    def flag(self, key: str, default: bool) -> bool:
+    def flag(self, key: str, default: bool | None) -> bool | None:
         """True or false at `key`; a string that says so is not it."""
-        value = self.get(key, default)
+        value = self.get(key)
+        if value is None:
+            return default
         if not isinstance(value, bool):
             raise ValueError(f"{self.where}: {key} must be true or false, not {value!r}")
         return value
+
+    def optional(self, key: str, convert) -> Any:
+        """What `convert` makes of the value at `key`; None where there is none."""
+        return None if self.get(key) is None else self._convert(convert, key, None)
 
     def _convert(self, convert, key, default):
         value = self.need(key) if default is None else self.get(key, default)
@@ -126,13 +132,13 @@ def _rope(section: _Section) -> RopeConfig:
     if not isinstance(scaling, Mapping):
         raise ValueError(f"{section.where}: the rope scaling must be an object, not {scaling!r}")
     inner = _Section(scaling, f"{section.where} (rope)")
-    theta = inner.get("rope_theta", section.get("rope_theta"))
-    if theta is None:
-        raise ValueError(f"{section.where}: the key 'rope_theta' is missing")
+    theta = inner.optional("rope_theta", _number)
+    theta = section.number("rope_theta") if theta is None else theta
     kind = inner.get("rope_type", inner.get("type", "default"))
-    override = section.get("rope_attention_factor", inner.get("attention_factor"))
+    override = section.optional("rope_attention_factor", _number)
+    override = inner.optional("attention_factor", _number) if override is None else override
     if kind == "default":
-        return RopeConfig(theta=_number(theta))
+        return RopeConfig(theta=theta)
     if kind not in ("yarn", "deepseek_yarn"):
         raise ValueError(
             f"{section.where}: rope type {kind!r}, but only 'default' or 'yarn' is supported"
@@ -141,21 +147,18 @@ def _rope(section: _Section) -> RopeConfig:
         key: inner.number(key) for key in ("mscale", "mscale_all_dim") if inner.get(key) is not None
     }
     return RopeConfig(
-        theta=_number(theta),
+        theta=theta,
         factor=inner.number("factor"),
-        original_max_position_embeddings=_whole(
-            inner.get("original_max_position_embeddings") or section.need("max_position_embeddings")
-        ),
+        original_max_position_embeddings=inner.optional("original_max_position_embeddings", _whole)
+        or section.whole("max_position_embeddings"),
         beta_fast=inner.number("beta_fast", 32.0),
         beta_slow=inner.number("beta_slow", 1.0),
-        attention_factor=None if override is None else _number(override),
+        attention_factor=override,
         **optional,
     )
 
 
 def _ids(value: Any) -> tuple[int, ...]:
-    if value is None:
-        return ()
     return tuple(_whole(v) for v in value) if isinstance(value, list | tuple) else (_whole(value),)
 
 
@@ -212,6 +215,17 @@ class KimiK26Config:
                 f"n_routed_experts {self.n_routed_experts} "
                 f"must be a multiple of n_group {self.n_group}"
             )
+        if self.topk_group > self.n_group:
+            raise ValueError(
+                f"topk_group must lie in 1 .. n_group {self.n_group}, not {self.topk_group}"
+            )
+        if self.experts == "int4":
+            for name in ("hidden_size", "moe_intermediate_size"):
+                if getattr(self, name) % 32:
+                    raise ValueError(
+                        f"{name} must be a multiple of 32 with int4 experts (the inputs that share "
+                        f"a scale), not {getattr(self, name)}"
+                    )
         chosen_from = self.n_routed_experts // self.n_group * self.topk_group
         if not 1 <= self.num_experts_per_tok <= chosen_from:
             raise ValueError(
@@ -242,10 +256,10 @@ class KimiK26Config:
         text.only("rope_interleave", True)
         quantization = text.get("quantization_config", outer.get("quantization_config"))
         with _naming(text.where):
-            rank = text.need("q_lora_rank")
+            text.need("q_lora_rank")  # null is an answer, silence is not
             return cls(
                 **{name: text.whole(name) for name in _TARGET_INTEGERS},
-                q_lora_rank=None if rank is None else _whole(rank),
+                q_lora_rank=text.optional("q_lora_rank", _whole),
                 n_shared_experts=text.whole("n_shared_experts", 0),
                 num_nextn_predict_layers=text.whole("num_nextn_predict_layers", 0),
                 n_group=text.whole("n_group", 1),
@@ -260,7 +274,9 @@ class KimiK26Config:
                     "tie_word_embeddings", outer.flag("tie_word_embeddings", False)
                 ),
                 initializer_range=text.number("initializer_range", 0.02),
-                eos_token_ids=_ids(text.get("eos_token_id", outer.get("eos_token_id"))),
+                eos_token_ids=text.optional("eos_token_id", _ids)
+                or outer.optional("eos_token_id", _ids)
+                or (),
                 experts="float" if quantization is None else _int4(quantization, where),
             )
 
@@ -320,6 +336,8 @@ def _int4(quantization: Any, where: str) -> str:
     remedy = "supported is compressed-tensors pack-quantized int4, symmetric, in groups of 32"
     try:
         weights = [group["weights"] for group in quantization["config_groups"].values()]
+        if not weights:
+            raise ValueError(f"{where}: quantization_config has no config_groups; {remedy}")
         served = quantization["format"] == "pack-quantized" and all(
             (w["num_bits"], w["type"], w["symmetric"], w["strategy"], w["group_size"])
             == (4, "int", True, "group", 32)
@@ -387,6 +405,13 @@ class DFlashConfig:
             raise ValueError(
                 f"mask_token_id {self.mask_token_id} lies outside the vocabulary {self.vocab_size}"
             )
+        for name in ("final_logit_softcapping", "output_multiplier"):
+            value = getattr(self, name)
+            if value is not None and value <= 0:
+                raise ValueError(f"{name} must be above 0, not {value}")
+        for layer in self.layers:
+            if layer.window is not None and layer.window < 1:
+                raise ValueError(f"the window of a layer must be at least 1, not {layer.window}")
         for tap in self.taps:
             if not 0 <= tap < self.num_target_layers:
                 raise ValueError(
@@ -418,7 +443,6 @@ class DFlashConfig:
             )
         both.only("hidden_act", "silu")
         both.only("attention_bias", False)
-        softcap = both.get("final_logit_softcapping")
         with _naming(where):
             layers = both.whole("num_hidden_layers")
             if not 1 <= layers <= _MOST_LAYERS:
@@ -431,11 +455,11 @@ class DFlashConfig:
                 rms_norm_eps=both.number("rms_norm_eps"),
                 rope=_rope(both),
                 block_size=both.whole("block_size", 16),
-                taps=_ids(both.get("target_layer_ids")) or default_taps(targets, layers),
+                taps=both.optional("target_layer_ids", _ids) or default_taps(targets, layers),
                 layers=_draft_layers(both, layers),
                 input_embedding_scale=both.number("input_embedding_scale", 1.0),
                 output_multiplier=both.number("output_multiplier", 1.0),
-                final_logit_softcapping=None if softcap is None else _number(softcap),
+                final_logit_softcapping=both.optional("final_logit_softcapping", _number),
                 initializer_range=both.number("initializer_range", 0.02),
             )
 
@@ -476,18 +500,21 @@ def default_taps(target_layers: int, taps: int) -> tuple[int, ...]:
 
 def _draft_layers(section: _Section, count: int) -> tuple[DraftLayer, ...]:
     """Window and causality of each layer; sliding layers are causal unless the config says."""
-    causal = section.get("causal", section.get("is_causal"))
-    if section.get("use_swa"):
+    causal = section.flag("causal", section.flag("is_causal", None))
+    if section.flag("use_swa", False):
         window = section.whole("swa_window_size")
         return (DraftLayer(causal=bool(causal), window=window),) * count
     layers = []
-    for kind in section.get("layer_types", ["full_attention"] * count):
+    kinds = section.get("layer_types", ["full_attention"] * count)
+    if not isinstance(kinds, list):
+        raise ValueError(f"{section.where}: layer_types must be a list, not {kinds!r}")
+    for kind in kinds:
         if kind not in ("full_attention", "sliding_attention"):
             raise ValueError(f"{section.where}: unknown layer type {kind!r}")
         sliding = kind == "sliding_attention"
         layers.append(
             DraftLayer(
-                causal=sliding if causal is None else bool(causal),
+                causal=sliding if causal is None else causal,
                 window=section.whole("sliding_window") if sliding else None,
             )
         )

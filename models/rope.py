@@ -39,7 +39,9 @@ class RopeConfig:
     attention_factor: float | None = None
 
     def __post_init__(self):
-        for name in ("theta", "factor", "beta_fast", "beta_slow"):
+        if self.theta <= 1:
+            raise ValueError(f"the rope's theta must be above 1, not {self.theta}")
+        for name in ("factor", "beta_fast", "beta_slow", "attention_factor"):
             value = getattr(self, name)
             if value is not None and value <= 0:
                 raise ValueError(f"the rope's {name} must be above 0, not {value}")

@@ -14,7 +14,7 @@ from .layout import Source
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
-_BYTES = {"F32": 4, "I32": 4, "BF16": 2, "F16": 2}
+_BYTES = {"F64": 8, "I64": 8, "F32": 4, "I32": 4, "BF16": 2, "F16": 2}
 
 
 class Tensors:
@@ -39,8 +39,14 @@ class Tensors:
         self._files = {}
         self._found = {}
         stored_in = self._index()
-        for shard in sorted(set(stored_in.values())) if stored_in else [SINGLE]:
+        for shard in sorted(set(stored_in.values())) or [SINGLE]:
             self._open(shard, canonical)
+        for shard, stored in self._found.values():
+            if stored_in and stored_in.get(stored) != shard:
+                raise ValueError(
+                    f"{os.path.join(self.folder, shard)}: the tensor {stored!r} is here, but not in "
+                    f"{INDEX}; the two do not belong together, download the checkpoint again"
+                )
         for name, shard in stored_in.items():
             if name not in self._files[shard].keys():
                 raise ValueError(
@@ -88,7 +94,7 @@ class Tensors:
         """Bytes that a tensor takes in its file."""
         shard, stored = self._found[name]
         header = self._files[shard].get_slice(stored)
-        return math.prod(header.get_shape()) * _BYTES[header.get_dtype()]
+        return math.prod(header.get_shape()) * _BYTES.get(header.get_dtype(), 1)
 
     def take(self, name: str) -> np.ndarray:
         """Reads a tensor and marks it as used."""
@@ -97,7 +103,11 @@ class Tensors:
         return self._files[shard].get_tensor(stored)
 
     def refuse_leftovers(self):
-        """Raises a ValueError that lists tensors never taken: the model would silently differ."""
+        """Raises a ValueError that lists tensors never taken: the model would silently differ.
+
+        Tensors without a single number are no loss: transformers writes such for "no shared expert".
+        """
+        self._left = {name for name in self._left if self.nbytes(name)}
         if not self._left:
             return
         shown = [repr(self._found[name][1]) for name in sorted(self._left)]
@@ -120,8 +130,16 @@ class Tensors:
             try:
                 stored_in = json.load(file)["weight_map"]
                 pairs = {str(name): str(shard) for name, shard in stored_in.items()}
-            except (ValueError, KeyError, TypeError, AttributeError) as error:
+            except (
+                ValueError,
+                KeyError,
+                TypeError,
+                AttributeError,
+                RecursionError,
+            ) as error:
                 raise ValueError(f"{path}: no readable weight_map ({error!r})") from error
+        if not pairs:
+            raise ValueError(f"{path}: the weight_map is empty; download the checkpoint again")
         for shard in pairs.values():
             if os.path.basename(shard) != shard or not shard.endswith(".safetensors"):
                 raise ValueError(f"{path}: {shard!r} is not a safetensors file of this folder")

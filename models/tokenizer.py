@@ -311,6 +311,12 @@ def _specials(
             where = os.path.join(folder, "tokenizer_config.json")
             raise ValueError(f"{where}: added_tokens_decoder cannot be read ({error!r})") from error
         for number, token in named.items():
+            if not base <= number < vocab_size:
+                raise ValueError(
+                    f"{os.path.join(folder, 'tokenizer_config.json')}: added_tokens_decoder gives "
+                    f"{token!r} the id {number}, outside of {base} .. {vocab_size - 1}, the ids after "
+                    "the ranks; tokenizer and config do not belong together"
+                )
             if not token or token == "None" or list(named.values()).count(token) > 1:
                 raise ValueError(
                     f"{os.path.join(folder, 'tokenizer_config.json')}: added_tokens_decoder names token "
@@ -323,7 +329,10 @@ def _read_template(folder: str, settings: Mapping[str, Any]) -> str | None:
     path = os.path.join(folder, "chat_template.jinja")
     if os.path.isfile(path):
         with open(path, encoding="utf-8") as file:
-            return file.read()
+            try:
+                return file.read()
+            except UnicodeDecodeError as error:
+                raise ValueError(f"{path}: not UTF-8 text ({error})") from error
     template = settings.get("chat_template")
     return template if isinstance(template, str) else None
 

@@ -6,6 +6,7 @@ import shutil
 
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
@@ -158,6 +159,7 @@ def test_a_flat_float_folder(rng, tmp_path, stacked):
     assert np.corrcoef(want.ravel(), got.ravel())[0, 1] > 0.99
 
 
+_F8 = ml_dtypes.float8_e4m3fn
 NORM = "language_model.model.norm.weight"
 
 
@@ -182,6 +184,15 @@ NORM = "language_model.model.norm.weight"
             lambda t: t.update({EXPERT.replace("packed", "shape"): np.array([64, 32], np.int32)}),
             r"should say \(32, 64\)",
         ),
+        (
+            lambda t: t.update({EXPERT.replace("packed", "shape"): np.array(32, np.int32)}),
+            r"weight_shape' has shape \(\)",
+        ),
+        (
+            lambda t: t.update({EXPERT.replace("packed", "shape"): np.zeros(2, _F8)}),
+            "weight_shape' is F8_E4M3, but supported here is I32 or I64",
+        ),
+        (lambda t: t.update({NORM: np.zeros(64, _F8)}), "is F8_E4M3, but supported here is BF16"),
     ],
 )
 def test_a_tensor_that_does_not_fit_is_named(saved, change, message):
@@ -252,3 +263,47 @@ def test_a_config_that_would_drop_weights_is_refused(saved, change, message):
     (source / "config.json").write_text(json.dumps(config))
     with pytest.raises(ValueError, match=message):
         load_target(source)
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        (lambda m: m.clear(), "the weight_map is empty"),
+        (lambda m: m.pop(NORM), "norm.weight' is here, but not in model.safetensors.index.json"),
+    ],
+)
+def test_an_index_that_lists_too_little_is_refused(saved, change, message):
+    source = saved[2] / "target"
+    names = load_file(source / "model.safetensors")
+    weight_map = dict.fromkeys(names, "model.safetensors")
+    index = source / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": weight_map}))
+    load_target(source)
+    change(weight_map)
+    index.write_text(json.dumps({"weight_map": weight_map}))
+    with pytest.raises(ValueError, match=message):
+        load_target(source)
+
+
+@pytest.mark.parametrize("text", ["[" * 100_000, "\udcff", '{"weight_map": 3}', "{}"])
+def test_an_index_that_cannot_be_read_is_named(saved, text):
+    index = saved[2] / "target" / "model.safetensors.index.json"
+    index.write_bytes(text.encode(errors="surrogateescape"))
+    with pytest.raises(ValueError, match="index.json: no readable weight_map"):
+        load_target(saved[2] / "target")
+
+
+def test_a_tied_head_must_be_the_embedding(rng, tmp_path):
+    target = random_target(rng, tie_word_embeddings=True)
+    save_target(target, tmp_path)
+    embedding = "language_model.model.embed_tokens.weight"
+    head = "language_model.lm_head.weight"
+    _edit(tmp_path, lambda t: t.update({head: t[embedding].copy()}))
+    loaded = load_target(tmp_path)
+    assert loaded.config.tie_word_embeddings and not hasattr(loaded, "lm_head")
+    _edit(tmp_path, lambda t: t.update({head: t[embedding][::-1].copy()}))
+    with pytest.raises(ValueError, match="'lm_head.weight' is not the embedding; set it to false"):
+        load_target(tmp_path)
+    _edit(tmp_path, lambda t: t.update({head: t[embedding][:9].copy()}))
+    with pytest.raises(ValueError, match=r"lm_head.weight' has shape \(9, 64\)"):
+        load_target(tmp_path)

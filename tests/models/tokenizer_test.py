@@ -219,3 +219,17 @@ def test_vocab_size_is_checked_before_it_is_filled(tmp_path, size):
     (folder / "config.json").write_text(json.dumps(config))
     with pytest.raises(ValueError, match="vocab_size"):
         load_tokenizer(folder)
+
+
+@pytest.mark.parametrize("number", [0, BASE - 1, BASE + 256, -1])
+def test_a_special_token_lies_after_the_ranks_and_within_the_vocabulary(folder, number):
+    added = {str(number): {"content": "<odd>", "special": True}}
+    (folder / "tokenizer_config.json").write_text(json.dumps({"added_tokens_decoder": added}))
+    with pytest.raises(ValueError, match=rf"'<odd>' the id {number}, outside of {BASE} \.\. "):
+        load_tokenizer(folder)
+
+
+def test_a_template_that_is_no_text_is_named(folder):
+    (folder / "chat_template.jinja").write_bytes(b"\xff\xfe{{ x }}")
+    with pytest.raises(ValueError, match="chat_template.jinja: not UTF-8 text"):
+        load_tokenizer(folder)

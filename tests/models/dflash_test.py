@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from hlo import cache_copies
 from tiny_models import random_drafter, random_target
 
 
@@ -98,11 +99,6 @@ def test_a_loop_copies_no_cache(rng):
 
     features = jnp.ones((2, 3, drafter.fc.kernel.shape[0]), jnp.float32)
     text = run.lower(drafter, target, cache, features).compile().as_text()
-    shape = ",".join(map(str, cache[0][0].shape))
-    inside = [
-        line
-        for line in text.splitlines()
-        if f"f32[{shape}]" in line.split("(")[0] and (" copy(" in line or " transpose(" in line)
-    ]
+    inside = cache_copies(text, cache, also=("transpose",))
     # The caller keeps its cache, so each array is copied once on the way into the loop.
     assert len(inside) <= len(jax.tree.leaves(cache)), "\n".join(inside)

@@ -10,7 +10,9 @@ from __future__ import annotations
 import json
 import os
 import pathlib
+import shutil
 import sys
+import tempfile
 
 from absl import app, flags, logging
 
@@ -35,7 +37,10 @@ _TOP_P = flags.DEFINE_float("top_p", 1.0, "Draw from this share of the probabili
 _TOP_K = flags.DEFINE_integer("top_k", 0, "Draw from this many tokens; 0 is all.")
 _SEED = flags.DEFINE_integer("seed", 0, "Seed of the draws.")
 _DTYPE = flags.DEFINE_enum(
-    "dtype", None, ["float32", "bfloat16"], "Arithmetic; float32 on a CPU, bfloat16 elsewhere."
+    "dtype",
+    None,
+    ["float32", "bfloat16"],
+    "Arithmetic; float32 (in full, no TF32) on a CPU, bfloat16 elsewhere.",
 )
 _MESH = flags.DEFINE_string("mesh", None, "Reserved: decoding runs on one device so far.")
 _COMPARE = flags.DEFINE_bool(
@@ -108,6 +113,9 @@ def _run():
         each = dry_run.device_bytes(seen[0]) if gb is None else int(gb * 1e9)
         print(dry_run.report(target_path, drafter_path, dtype, devices, each))
         return
+    if dtype == "float32":
+        # A GPU's own default is TF32, which keeps 10 bits of a number and not 23.
+        jax.config.update("jax_default_matmul_precision", "highest")
     tokenizer = models.load_tokenizer(target_path)
     prompts, texts = _prompts(tokenizer, from_demo)
     target = models.load_target(target_path, dtype=dtype)
@@ -129,7 +137,7 @@ def _run():
     decode = _compare if _COMPARE.value else _stream
     report = decode(target, drafter, tokenizer, config, prompts, texts, device, dtype)
     if json_file is not None:
-        json_file.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+        _write(json_file, json.dumps(report, indent=1) + "\n")
 
 
 def _stream(target, drafter, tokenizer, config, prompts, texts, device, dtype):
@@ -141,7 +149,7 @@ def _stream(target, drafter, tokenizer, config, prompts, texts, device, dtype):
     for start in range(0, len(prompts), _BATCH.value):
         batch = prompts[start : start + _BATCH.value]
         printer = _Printer(tokenizer, texts[start : start + _BATCH.value])
-        completions += runner.run(batch, printer.push)
+        completions += runner.run(batch, printer.push, first=start)
         printer.finish()
     totals = runner.totals
     _warn(completions)
@@ -164,7 +172,7 @@ def _compare(target, drafter, tokenizer, config, prompts, texts, device, dtype):
         runner = Runner(target, drafter, dataclasses.replace(config, mode=mode))
         completions = []
         for start in range(0, len(prompts), _BATCH.value):
-            completions += runner.run(prompts[start : start + _BATCH.value])
+            completions += runner.run(prompts[start : start + _BATCH.value], first=start)
         results[mode] = (runner.totals, completions)
     baseline = results["ar"][1]
     print(f"{len(prompts)} prompts on {device} ({dtype}), budget {config.budget}")
@@ -315,9 +323,31 @@ def _output_file(name):
         raise ValueError(f"--json {name} is a folder: name a file")
     if not path.parent.is_dir():
         raise FileNotFoundError(f"--json {name}: the folder {path.parent} does not exist")
-    with path.open("a", encoding="utf-8"):
-        pass
+    path = path.resolve()
+    if _is_replaced(path):
+        with tempfile.TemporaryFile(dir=path.parent):
+            pass  # What is there stays until the new one is whole.
     return path
+
+
+def _is_replaced(path):
+    """Whether a file is put in the place of `path`; a pipe or a device is written to as it is."""
+    return path.is_file() or not path.exists()
+
+
+def _write(path, text):
+    """Writes all of `text` or leaves what was there."""
+    if not _is_replaced(path):
+        path.write_text(text, encoding="utf-8")
+        return
+    whole = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        whole.write_text(text, encoding="utf-8")
+        if path.exists():
+            shutil.copymode(path, whole)
+        os.replace(whole, path)
+    finally:
+        whole.unlink(missing_ok=True)
 
 
 def _keep_compiled_programs(jax, folder):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -24,7 +25,9 @@ def is_tie(target, prefix: Sequence[int], tokens: Sequence[int], dtype) -> bool:
     """Whether the target's logits after `prefix` put all of `tokens` at the top but for rounding."""
     ids = jnp.asarray([prefix], jnp.int32)
     positions = jnp.arange(len(prefix), dtype=jnp.int32)[None]
-    logits = np.asarray(target(ids, positions)[0, -1], np.float64)
+    # The logits that the bound is meant for: a GPU's default for float32 is TF32.
+    with jax.default_matmul_precision("highest"):
+        logits = np.asarray(target(ids, positions)[0, -1], np.float64)
     best = logits.max()
     step = 2.0 ** (np.floor(np.log2(max(abs(best), 1e-30))) - 7)
     bound = _FLOAT32_TIE if jnp.dtype(dtype) == jnp.float32 else step

@@ -72,12 +72,14 @@ class Runner:
         self,
         prompts: Sequence[Sequence[int]],
         on_tokens: Callable[[int, list[int]], None] | None = None,
+        first: int = 0,
     ) -> list[Completion]:
         """Continues the prompts as one batch.
 
         Args:
           prompts: token ids of each prompt.
-          on_tokens: called as `on_tokens(i, new_ids)` when prompt i has grown.
+          on_tokens: called as `on_tokens(i, new_ids)` when prompt i of the batch has grown.
+          first: the number of the batch's first prompt in the caller's list, for messages.
 
         Returns:
           One completion a prompt, in order.
@@ -85,7 +87,7 @@ class Runner:
         Raises:
           ValueError: an empty prompt, or one longer than the target's context.
         """
-        for i, prompt in enumerate(prompts):
+        for i, prompt in enumerate(prompts, first):
             if not prompt:
                 raise ValueError(f"prompt {i} is empty: give it at least one token")
             if len(prompt) > self._target.max_context:
@@ -105,7 +107,7 @@ class Runner:
         result = jax.block_until_ready(prefill(self._target, self._drafter, tokens, lengths_device))
         self.totals.prefill_seconds += time.perf_counter() - start
         seen = lengths.copy()
-        first = np.asarray(result.lengths)
+        prefilled = np.asarray(result.lengths)
         self._report(result, seen, on_tokens)
         while np.any(np.asarray(result.finish_reason) == FinishReason.RUNNING):
             start = time.perf_counter()
@@ -113,7 +115,7 @@ class Runner:
             jax.block_until_ready(result.finish_reason)
             self.totals.seconds += time.perf_counter() - start
             self._report(result, seen, on_tokens)
-        return self._completions(result, lengths, first)
+        return self._completions(result, lengths, prefilled)
 
     def _compiled(self, batch: int, width: int):
         key = (batch, width)
@@ -143,13 +145,13 @@ class Runner:
                 on_tokens(int(i), tokens[i, seen[i] : lengths[i]].tolist())
         seen[:] = lengths
 
-    def _completions(self, result, prompt_lengths, first):
+    def _completions(self, result, prompt_lengths, prefilled):
         tokens, lengths = np.asarray(result.tokens), np.asarray(result.lengths)
         rounds, reasons = np.asarray(result.rounds), np.asarray(result.finish_reason)
         completions = []
         for i in range(len(lengths)):
             emitted = int(
-                lengths[i] - first[i]
+                lengths[i] - prefilled[i]
             )  # The prefill emits the first token, no round does.
             self.totals.tokens += emitted
             self.totals.rounds += int(rounds[i])

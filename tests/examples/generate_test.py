@@ -3,13 +3,20 @@
 import json
 import os
 import pathlib
+import re
 import shutil
 import subprocess
 import sys
+import types
 
+import jax
+import jax.numpy as jnp
+import losslessness
 import pytest
+from runner import Runner
 from safetensors.numpy import load_file, save_file
 
+from ddtree_jax import DecodeConfig
 from ddtree_jax.models import demo
 
 _SCRIPT = pathlib.Path(__file__).parents[2] / "examples" / "generate.py"
@@ -175,3 +182,54 @@ def test_dry_run_loads_nothing(tmp_path):
         assert words in done.stdout
     assert "does not fit: 4.0 GB" in _run("--dry_run", "--device_gb=4").stdout
     assert "--devices" in _refused("--dry_run", "--devices=0")
+
+
+def test_json_is_whole_or_as_it_was(tmp_path):
+    out = tmp_path / "out.json"
+    _refused(f"--json={out}", "--prompt=")
+    assert list(tmp_path.iterdir()) == []
+    out.write_text("old")
+    _refused(f"--json={out}", "--budget=-1")
+    assert out.read_text() == "old" and list(tmp_path.iterdir()) == [out]
+
+
+def test_a_report_replaces_the_file_behind_a_link_and_not_a_device(tmp_path):
+    import generate
+
+    old, link = tmp_path / "old.json", tmp_path / "link.json"
+    old.write_text("old")
+    old.chmod(0o640)
+    link.symlink_to(old)
+    generate._write(generate._output_file(str(link)), "new")
+    assert link.is_symlink() and old.read_text() == "new" and old.stat().st_mode & 0o777 == 0o640
+    generate._write(generate._output_file("/dev/null"), "new")
+    assert pathlib.Path("/dev/null").is_char_device()
+    assert sorted(tmp_path.iterdir()) == [link, old]
+
+
+def test_the_runner_counts_prompts_in_the_callers_list():
+    runner = Runner(types.SimpleNamespace(max_context=3), None, DecodeConfig(mode="ar"))
+    with pytest.raises(ValueError, match="prompt 9 is empty"):
+        runner.run([[1], []], first=8)
+    with pytest.raises(ValueError, match="prompt 8 has 4 tokens"):
+        runner.run([[1] * 4], first=8)
+
+
+def test_float32_is_in_full():
+    """A tie is judged at full precision whatever the process's default."""
+    seen = []
+
+    def target(ids, positions):
+        seen.append(jax.config.jax_default_matmul_precision)
+        return jnp.zeros((1, 3, 5))
+
+    assert losslessness.is_tie(target, [1, 2, 3], (0, 1), jnp.float32)
+    assert seen == ["highest"]
+
+
+def test_the_readmes_set_up_is_what_ci_installs():
+    root = _SCRIPT.parents[1]
+    (tested,) = re.findall(
+        r"pip install -q -e (\S+) && \S+/pytest", (root / "README.md").read_text()
+    )
+    assert f"install -q -e {tested}\n" in (root / ".ci" / "run").read_text()

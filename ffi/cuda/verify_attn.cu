@@ -486,16 +486,17 @@ __global__ void __launch_bounds__(kThreads, 1) attend(const Problem p) {
     for (int step = segment.step; step < segment.end_step; ++step) {
       asm volatile("cp.async.wait_group 0;" ::: "memory");
       __syncthreads();
-      if (step + 1 < segment.end_step) {
-        load_step(base + static_cast<uint32_t>(step + 1) % kStages * kStageBytes, segment.cache, (step + 1) * kStep,
-                  segment.length + segment.nodes, Place(thread));
-      }
-      asm volatile("cp.async.commit_group;" ::: "memory");
       const uint32_t stage = base + static_cast<uint32_t>(step) % kStages * kStageBytes;
       const bool masked = (step + 1) * kStep > segment.length;
 
       float own[4][2];
       score_step(shared, stage, query, Place(thread), own);
+      // Not before the first product: its reads of shared memory would queue behind these copies.
+      if (step + 1 < segment.end_step) {
+        load_step(base + static_cast<uint32_t>(step + 1) % kStages * kStageBytes, segment.cache, (step + 1) * kStep,
+                  segment.length + segment.nodes, Place(thread));
+      }
+      asm volatile("cp.async.commit_group;" ::: "memory");
       if (masked) {
         __syncthreads();
         clear_not_finite(shared + (stage - base), thread);

@@ -2,25 +2,41 @@
 
 from __future__ import annotations
 
+# What XLA captures by default, and loops.
+_COMMANDS = (
+    "FUSION",
+    "CUBLAS",
+    "CUBLASLT",
+    "CUDNN",
+    "CUSTOM_CALL",
+    "DYNAMIC_SLICE_FUSION",
+    "CONDITIONAL",
+    "WHILE",
+)
+
 
 def whole_loop_options() -> dict[str, object]:
     """Compiler options that let XLA put a `while_loop`, predicate and all, into one CUDA graph.
 
     By default XLA captures runs of kernels inside a loop's body but reads the condition back to the host every
-    round. These options ask for the whole loop as one graph; all of ddtree_jax's kernels can be captured, but
-    whether the whole decode loop was has not been seen on a GPU yet.
-    They belong to one compilation and change no global flag:
+    round. These options ask for the whole loop as one graph. They belong to one compilation and change no global
+    flag:
 
         jax.jit(ddtree_decode, static_argnames="config", compiler_options=whole_loop_options())
 
-    A loop is captured only if every operation in it can be. They are for CUDA alone;
-    XLA's CPU backend ignores them. CUDA and driver 12.3 or newer.
+    A loop is captured only if every operation in it can be, and XLA says nothing when one cannot; a slice at the
+    counter of an inner loop is such an operation. `tests/gpu/decode_test.py` shows how to see it. XLA runs a
+    program's first call without graphs and makes them in the second.
+
+    The graph keeps the host free, which is not always faster: docs/performance.md has figures of both. The options are
+    for CUDA alone (driver 12.4 or newer, seen to work with jax 0.11.2); XLA's CPU backend ignores them.
 
     Returns:
       A fresh dict to pass as `compiler_options`.
     """
     return {
-        "xla_gpu_enable_command_buffer": "+WHILE,+CONDITIONAL",
+        # As a compiler option this takes the whole list; the "+WHILE" of XLA_FLAGS is not understood here.
+        "xla_gpu_enable_command_buffer": ",".join(_COMMANDS),
         # XLA otherwise leaves runs of fewer than five commands alone, and a loop counts as one.
         "xla_gpu_graph_min_graph_size": 1,
     }

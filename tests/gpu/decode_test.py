@@ -2,6 +2,7 @@
 
 import os
 import pathlib
+import re
 import subprocess
 import sys
 
@@ -10,10 +11,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from losslessness import judge
+from markov import random_pair
 from tiny_models import random_drafter, random_target
 
 from ddtree_jax import DecodeConfig, FinishReason, ddtree_decode
-from ddtree_jax.cuda_graphs import whole_loop_options
 from ddtree_jax.models import demo, load_drafter, load_target, load_tokenizer
 
 pytestmark = pytest.mark.skipif(jax.default_backend() != "gpu", reason="needs a GPU")
@@ -76,6 +77,24 @@ def test_modes_agree_on_the_demo(dtype):
             assert ties <= 2
 
 
+def test_sampled_text_depends_on_prompt_and_seed_alone(rng):
+    target, drafter = random_pair(rng)
+    tokens = rng.integers(0, target.vocab_size, (4, 6)).astype(np.int32)
+    lengths = rng.integers(1, 7, 4).astype(np.int32)
+    options = dict(
+        max_new_tokens=30, temperature=0.8, top_k=7, top_p=0.9, seed=int(rng.integers(99))
+    )
+    texts = {}
+    for mode in ("ar", "chain", "ddtree"):
+        config = DecodeConfig(mode=mode, budget=9, **options)
+        texts[mode] = np.asarray(decode(target, drafter, tokens, lengths, config=config).tokens)
+    np.testing.assert_array_equal(texts["chain"], texts["ar"])
+    np.testing.assert_array_equal(texts["ddtree"], texts["ar"])
+    seed = jnp.int32(12345)
+    other = decode(target, drafter, tokens, lengths, config=config, seed=seed).tokens
+    assert np.any(np.asarray(other) != texts["ar"])
+
+
 def test_no_transfer_and_no_cache_copy(rng):
     target, drafter = random_target(rng), random_drafter(rng)
     tokens = jnp.asarray(rng.integers(0, 50, (2, 16)), jnp.int32)
@@ -105,44 +124,75 @@ def test_no_transfer_and_no_cache_copy(rng):
 
 
 _CAPTURE = """
-import jax, numpy as np
+import sys, jax, numpy as np
+from tiny_models import random_drafter, random_target
 from ddtree_jax import DecodeConfig, ddtree_decode
 from ddtree_jax.cuda_graphs import whole_loop_options
 from ddtree_jax.models import demo, load_drafter, load_target
-target = load_target(demo.TARGET, dtype="bfloat16")
-drafter = load_drafter(demo.DRAFTER, target, dtype="bfloat16")
+if sys.argv[1] == "demo":
+    target = load_target(demo.TARGET, dtype="bfloat16")
+    drafter = load_drafter(demo.DRAFTER, target, dtype="bfloat16")
+else:
+    rng = np.random.default_rng(int(sys.argv[2]))
+    target, drafter = random_target(rng, first_k_dense_replace=3), random_drafter(rng)
 tokens, lengths = np.full((1, 8), 7, np.int32), np.array([8], np.int32)
+config = DecodeConfig(max_new_tokens=40)
 first = DecodeConfig(max_new_tokens=40, max_rounds=0)
-state = jax.jit(ddtree_decode, static_argnames="config")(target, drafter, tokens, lengths, config=first).state
-print("LOOP STARTS", flush=True)
-decode = jax.jit(ddtree_decode, static_argnames="config", compiler_options=whole_loop_options())
-result = decode(target, drafter, tokens, lengths, config=DecodeConfig(max_new_tokens=40), state=state)
-print("LENGTH", int(result.lengths[0]), "ROUNDS", int(result.rounds[0]))
+plain = jax.jit(ddtree_decode, static_argnames="config")
+state = plain(target, drafter, tokens, lengths, config=first).state
+want = plain(target, drafter, tokens, lengths, config=config, state=state)
+
+def whole_loop(target, drafter, tokens, lengths, state):
+    return ddtree_decode(target, drafter, tokens, lengths, config=config, state=state)
+
+run = jax.jit(whole_loop, compiler_options=whole_loop_options())
+run(target, drafter, tokens, lengths, state).tokens.block_until_ready()  # XLA runs the first call without graphs
+print("SECOND CALL", file=sys.stderr, flush=True)
+result = run(target, drafter, tokens, lengths, state)
+rounds = int(result.rounds[0])
+print("END", file=sys.stderr, flush=True)
+np.testing.assert_array_equal(result.tokens, want.tokens)
+print("ROUNDS", rounds)
 """
 
 
-def test_the_whole_loop_is_one_cuda_graph(tmp_path):
-    """XLA says what it turns into command buffers; the loop itself must be among it."""
+@pytest.mark.parametrize("model", ["dense", "demo"])
+def test_the_whole_loop_is_one_cuda_graph(rng, tmp_path, model):
+    """No loop is left outside of a command buffer, and a call runs no loop from the host.
+
+    XLA's dump shows what its passes made of the program; its log shows what a call then does.
+    """
     script = tmp_path / "capture.py"
     script.write_text(_CAPTURE)
+    tests = pathlib.Path(__file__).parents[1]
     environment = {
         **os.environ,
-        "TF_CPP_VMODULE": "command_buffer_conversion_pass=3",
+        "PYTHONPATH": os.pathsep.join([str(tests), os.environ.get("PYTHONPATH", "")]),
+        "XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} --xla_dump_to={tmp_path / 'dump'}",
+        "TF_CPP_VMODULE": "command_buffer_conversion_pass=3,command_buffer_thunk=3,while_thunk=3",
         "TF_CPP_MIN_LOG_LEVEL": "0",
         "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
     }
     done = subprocess.run(
-        [sys.executable, str(script)],
+        [sys.executable, str(script), model, str(rng.integers(2**31))],
         capture_output=True,
         text=True,
         env=environment,
         cwd=tmp_path,
-        timeout=500,
+        timeout=300,
     )
-    assert done.returncode == 0, done.stderr[-3000:]
-    log = done.stdout + done.stderr
-    lines = [line for line in log.splitlines() if "following thunks" in line]
-    captured = [line for line in lines if "while" in line.split("following thunks")[-1]]
-    pathlib.Path(os.environ.get("DDTREE_CAPTURE_LOG", tmp_path / "log")).write_text(log)
-    assert captured, "\n".join(lines[-20:])
-    assert set(whole_loop_options()) >= {"xla_gpu_enable_command_buffer"}
+    log = done.stderr
+    reasons = [line for line in log.splitlines() if "not convertible" in line]
+    assert done.returncode == 0, "\n".join([*reasons, log[-3000:]])
+    assert int(done.stdout.split("ROUNDS")[1]) > 1
+
+    dumps = (tmp_path / "dump").glob("*jit_whole_loop*thunk_sequence_after_thunk_passes.txt")
+    thunks = max(dumps, key=lambda path: path.stat().st_size).read_text()
+    outer = re.findall(r"^\d+: (k\w+)", thunks, re.MULTILINE)
+    inner = re.findall(r"^ +\d+: (k\w+)", thunks, re.MULTILINE)
+    assert "kWhile" not in outer and "kCommandBuffer" in outer, "\n".join(reasons)
+    assert "kWhile" in inner
+
+    call = log.split("SECOND CALL")[1].split("END")[0]
+    assert "Execute command buffer" in call
+    assert "Executing WhileThunk" not in call and "Executing iteration" not in call

@@ -86,6 +86,26 @@ def test_kimi_heads_at_long_context(rng):
     checks.check_verify_attn(query, cache, lengths, tree, scale=SCALE, layer=0)
 
 
+def test_prefix_of_131072(rng):
+    inputs = checks.random_attention(
+        rng,
+        checks.DTYPES["bfloat16"],
+        batch=1,
+        budget=16,
+        heads=2,
+        rows=131072 + 17,
+        layers=1,
+        lengths=[131072],
+    )
+    checks.check_verify_attn(*inputs, scale=SCALE, layer=0)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_batch_of_64(rng, dtype):
+    inputs = checks.random_attention(rng, dtype, batch=64, budget=32, heads=4, rows=150, layers=1)
+    checks.check_verify_attn(*inputs, scale=SCALE, layer=0)
+
+
 def test_the_layer_may_be_a_loop_variable(rng):
     query, cache, lengths, tree = checks.random_attention(
         rng, checks.DTYPES["bfloat16"], batch=2, budget=16, heads=8, rows=100, layers=3

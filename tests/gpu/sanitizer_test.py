@@ -1,0 +1,47 @@
+"""All CUDA kernels under compute-sanitizer, and over poisoned memory, without JAX in between."""
+
+import os
+import pathlib
+import shutil
+import subprocess
+
+import jax
+import pytest
+
+_ROOT = pathlib.Path(__file__).parents[2]
+_CUDA_BIN = "/usr/local/cuda/bin"
+_PATH = os.environ.get("PATH", "") + os.pathsep + _CUDA_BIN
+_NVCC, _SANITIZER = shutil.which("nvcc", path=_PATH), shutil.which("compute-sanitizer", path=_PATH)
+
+pytestmark = [
+    pytest.mark.skipif(jax.default_backend() != "gpu", reason="needs a GPU"),
+    pytest.mark.skipif(_NVCC is None, reason="needs nvcc"),
+]
+
+
+@pytest.fixture(scope="module")
+def driver(tmp_path_factory):
+    program = tmp_path_factory.mktemp("driver") / "kernel_driver"
+    sources = [*(_ROOT / "ffi" / "cuda").glob("*.cu"), _ROOT / "ffi" / "status.cc"]
+    command = [_NVCC, "-std=c++17", "-O3", "-lineinfo", "-arch=native", "--threads=0", f"-I{_ROOT}"]
+    command += [str(pathlib.Path(__file__).parent / "kernel_driver.cu"), *map(str, sources)]
+    done = subprocess.run(
+        [*command, "-o", str(program)], capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr
+    return str(program)
+
+
+def test_results_do_not_depend_on_what_memory_held(driver):
+    done = subprocess.run([driver], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.skipif(_SANITIZER is None, reason="needs compute-sanitizer")
+@pytest.mark.parametrize("tool", ["memcheck", "racecheck", "initcheck", "synccheck"])
+def test_sanitizer(driver, tool):
+    command = [_SANITIZER, "--tool", tool, "--error-exitcode=9", driver]
+    # A fill would hide what was never written.
+    command += ["uninitialised"] if tool == "initcheck" else []
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]

@@ -83,8 +83,8 @@ int ddtree_tree_build_cpu(const ddtree_tree_build_args* args, int64_t task, int6
 int ddtree_tree_build_cuda(const ddtree_tree_build_args* args, void* stream);
 
 // Absorbed MLA attention of the tree's rows over the whole prefix and over their ancestors in the tree.
-// Row i of request b sees cache rows [0, lengths[b]) and row lengths[b] + j for every ancestor bit j. A row past
-// num_nodes[b] sees only its own row. NaN or inf stays inside its own request.
+// Row i of request b sees cache rows [0, lengths[b]) and row lengths[b] + j for every ancestor bit j < num_nodes[b]. A
+// row past num_nodes[b] sees only its own row. NaN or inf stays inside its own request.
 typedef struct {
   const void* query;          // [B, N, H, 576] of `dtype`
   const void* cache;          // [layers, B, S, 576] of `dtype`, the tree's rows at lengths[b] .. lengths[b] + N - 1
@@ -117,7 +117,8 @@ int ddtree_append_latents_cuda(const ddtree_append_latents_args* args, void* str
 
 // Walks each tree from the root along the target's tokens. target_tokens[b, i] is the target's token after node i; a
 // negative one means that the target has none there (its logits were not finite): the walk emits nothing more and
-// finishes. Emission ends right after the first stop token and never exceeds max_new.
+// finishes. Emission ends right after the first stop token and never exceeds max_new. Links must ascend and stay below
+// num_nodes: one that does not ends the search among the siblings.
 typedef struct {
   const int32_t* tokens;         // [B, N]
   const int32_t* next_token;     // [B, N]

@@ -156,7 +156,14 @@ class _OnDemand(Sequence):
         return len(self._names)
 
     def __getitem__(self, index: int) -> np.ndarray:
-        value = self._tensors.take(self._names[index])
+        name = self._names[index]
+        value = self._tensors.take(name)
+        # One bad scale spoils every token that meets its expert, and no later check would name it.
+        if name.endswith("weight_scale") and not np.isfinite(value.astype(np.float32)).all():
+            raise ValueError(
+                f"{self._tensors.folder}: the tensor {name!r} holds NaN or inf; "
+                "download the checkpoint again"
+            )
         self._bar.update(value.nbytes)
         return value
 

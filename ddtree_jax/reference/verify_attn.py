@@ -12,7 +12,7 @@ def verify_attn(query, cache, lengths, ancestors, num_nodes, *, scale, layer):
       query: [B, N, H, 576] of any float type.
       cache: [layers, B, S, 576], the tree's rows at `lengths`.
       lengths: i32[B], clamped to 0 .. S - N.
-      ancestors: u32[B, N, W].
+      ancestors: u32[B, N, W]; bits from num_nodes on mean nothing.
       num_nodes: i32[B]. A row past it sees only itself.
       scale: multiplies the scores.
       layer: an int, clamped to 0 .. layers - 1.
@@ -29,7 +29,9 @@ def verify_attn(query, cache, lengths, ancestors, num_nodes, *, scale, layer):
         for i in range(nodes):
             if i < num_nodes[b]:
                 seen = [
-                    j for j in range(nodes) if ancestors[b, i, j // 32] >> np.uint32(j % 32) & 1
+                    j
+                    for j in range(int(num_nodes[b]))
+                    if ancestors[b, i, j // 32] >> np.uint32(j % 32) & 1
                 ]
                 visible = np.concatenate([rows[b, :length], rows[b, [length + j for j in seen]]])
             else:

@@ -1,4 +1,6 @@
 // Walks each draft tree along the target's tokens.
+#include <algorithm>
+
 #include "ffi/ddtree.h"
 
 int ddtree_tree_accept_cpu(const ddtree_tree_accept_args* a, int64_t task, int64_t tasks) {
@@ -13,7 +15,8 @@ int ddtree_tree_accept_cpu(const ddtree_tree_accept_args* a, int64_t task, int64
     int32_t* emitted = a->out_tokens + b * path;
     for (int64_t j = 0; j < path; ++j) nodes[j] = emitted[j] = -1;
     int64_t count = 0;
-    int32_t node = a->num_nodes[b] > 0 ? 0 : -1;
+    const int64_t num_nodes = std::min<int64_t>(a->num_nodes[b], n);
+    int32_t node = num_nodes > 0 ? 0 : -1;
     bool finished = a->max_new[b] <= 0;
     while (node >= 0 && !finished && count < path) {
       const int32_t token = target[node];
@@ -25,10 +28,14 @@ int ddtree_tree_accept_cpu(const ddtree_tree_accept_args* a, int64_t task, int64
       emitted[count++] = token;
       for (int64_t s = 0; s < a->num_stops; ++s) finished |= a->stop_tokens[s] == token;
       finished |= count >= a->max_new[b];
+      // Children come after their parent and ascend, so the search ends whatever the arrays hold.
+      int32_t before = node;
       int32_t next = child[node];
-      // Links of a damaged tree may not be followed for ever: a tree has at most n siblings.
-      for (int64_t steps = 0; next >= 0 && next < n && tokens[next] != token && steps < n; ++steps) next = sibling[next];
-      node = next >= 0 && next < n && tokens[next] == token ? next : -1;
+      while (next > before && next < num_nodes && tokens[next] != token) {
+        before = next;
+        next = sibling[next];
+      }
+      node = next > before && next < num_nodes ? next : -1;
     }
     a->num_emitted[b] = static_cast<int32_t>(count);
     a->finished[b] = finished;

@@ -206,8 +206,8 @@ void Run(const ddtree_verify_attn_args& a, int64_t b, int64_t first, int64_t row
   const T* cache = static_cast<const T*>(a.cache) + (layer * a.batch + b) * a.rows * kRow;
   const T* query = static_cast<const T*>(a.query) + (b * a.nodes * heads + first) * kRow;
   T* out = static_cast<T*>(a.out) + (b * a.nodes * heads + first) * kLatent;
-  const int64_t live_rows = std::clamp<int64_t>(a.num_nodes[b], 0, a.nodes) * heads;
-  const int64_t live = std::clamp<int64_t>(live_rows - first, 0, rows);
+  const int64_t num_nodes = std::clamp<int64_t>(a.num_nodes[b], 0, a.nodes);
+  const int64_t live = std::clamp<int64_t>(num_nodes * heads - first, 0, rows);
 
   for (int64_t r = live; r < rows; ++r) {  // A row that sees itself alone returns its own latent.
     const T* own = cache + (length + (first + r) / heads) * kRow;
@@ -232,7 +232,7 @@ void Run(const ddtree_verify_attn_args& a, int64_t b, int64_t first, int64_t row
   for (int64_t r = 0; r < live; ++r) {
     const uint32_t* bits = a.ancestors + (b * a.nodes + (first + r) / heads) * words;
     int64_t path = 0;
-    for (int64_t j = 0; j < a.nodes; ++j) {
+    for (int64_t j = 0; j < num_nodes; ++j) {
       if (bits[j / 32] >> (j % 32) & 1) item->path[path++] = length + j;
     }
     for (int64_t start = 0; start < path; start += kKeys) {

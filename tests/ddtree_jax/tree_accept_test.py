@@ -58,3 +58,16 @@ def test_damaged_links_end_the_walk():
     target = np.array([[50, 50, 50, 50]], np.int32)
     for damaged in (tree, far):
         np.testing.assert_array_equal(ddtree_jax.tree_accept(damaged, target).num_emitted, [1])
+
+
+def test_links_back_and_past_the_last_node_end_the_walk():
+    # Node 2 is past num_nodes; node 1's child link goes back to itself, whose token would fit.
+    two = ddtree_jax.DraftTree(**{**vars(CHAIN), "num_nodes": np.array([2], np.int32)})
+    back = ddtree_jax.DraftTree(
+        **{**vars(CHAIN), "next_token": np.array([[1, 1, 3, -1]], np.int32)}
+    )
+    token = CHAIN.tokens[0]
+    along = np.array([[token[1], token[2], token[3], 50]], np.int32)
+    np.testing.assert_array_equal(ddtree_jax.tree_accept(two, along).nodes, [[0, 1, -1, -1]])
+    around = np.array([[token[1], token[1], token[1], 50]], np.int32)
+    np.testing.assert_array_equal(ddtree_jax.tree_accept(back, around).nodes, [[0, 1, -1, -1]])

@@ -4,7 +4,7 @@ import dataclasses
 
 import numpy as np
 import pytest
-from primitive_checks import DTYPES, check_verify_attn, random_attention, verify_attn
+from primitive_checks import DTYPES, check_verify_attn, random_attention, random_tree, verify_attn
 
 import ddtree_jax
 
@@ -143,3 +143,30 @@ def test_a_request_does_not_depend_on_the_others(rng, dtype):
         )
         got = verify_attn(query[one], cache[:, one], lengths[one], alone, scale=SCALE, layer=0)
         np.testing.assert_array_equal(np.asarray(got[0]), together[b])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_bits_past_the_last_node_mean_nothing(rng, dtype):
+    tree = random_tree(rng, 2, budget=40, depth=5)
+    few = np.array([9, 33], np.int32)
+    few = np.minimum(few, np.asarray(tree.num_nodes))
+    query = rng.normal(size=(2, 41, 3, 576)).astype(dtype)
+    cache = rng.normal(size=(1, 2, 70, 576)).astype(dtype)
+    lengths = np.array([7, 20], np.int32)
+    extra = np.asarray(tree.ancestors).copy()
+    for b in range(2):
+        for j in range(few[b], 41):
+            extra[b, : few[b], j // 32] |= np.uint32(1 << j % 32)
+    outs = [
+        ddtree_jax.verify_attn(
+            query,
+            cache,
+            lengths,
+            dataclasses.replace(tree, ancestors=ancestors, num_nodes=few),
+            scale=0.1,
+            layer=0,
+        )
+        for ancestors in (tree.ancestors, extra)
+    ]
+    for b in range(2):
+        np.testing.assert_array_equal(outs[0][b, : few[b]], outs[1][b, : few[b]])

@@ -51,7 +51,7 @@ def verify_attn(query, cache, lengths, tree: DraftTree, *, scale: float, layer) 
     num_nodes = _checks.array("tree.num_nodes", tree.num_nodes, (batch,), jnp.int32)
     index = _checks.layer_index(layer, cache.shape[0])
     return _verify_attn.bind(
-        query, cache, ancestors, lengths, num_nodes, index, scale=float(scale)
+        query, cache, ancestors, lengths, num_nodes, index, scale=_checks.number("scale", scale)
     )[0]
 
 

@@ -75,8 +75,15 @@ def _scan_over_experts(x, expert_ids, expert_weights, gate_up, gate_up_scale, do
         return jax.lax.cond(chosen, apply, lambda total: total, total), None
 
     start = jnp.zeros_like(x, jnp.float32)
-    indices = jnp.arange(down.shape[0], dtype=jnp.int32)
-    total, _ = jax.lax.scan(add, start, (indices, gate_up, gate_up_scale, down, down_scale))
+    # 0, or -1 where nothing was chosen, but XLA does not see that: it turns slices at a loop's own counter into copies
+    # that no CUDA graph takes, and then the decode loop around this one is not captured either.
+    zero = jnp.minimum(jnp.max(expert_ids), 0)
+
+    def step(i, total):
+        e = jnp.clip(i + zero, 0, down.shape[0] - 1)
+        return add(total, (e, gate_up[e], gate_up_scale[e], down[e], down_scale[e]))[0]
+
+    total = jax.lax.fori_loop(0, down.shape[0], step, start)
     return [total.astype(x.dtype)]
 
 

@@ -122,16 +122,22 @@ def expert_mlp(x: jax.Array, ids: jax.Array, weights: jax.Array, experts: Expert
         )
     share = _share(ids, weights, experts.count)
 
-    def add(total, expert):
+    # 0, or -1 where nothing was chosen, but XLA does not see that: what is sliced at a loop's own
+    # counter is copied in a way that no CUDA graph takes.
+    zero = jnp.minimum(jnp.max(ids), 0)
+
+    def add(i, total):
+        expert = jnp.clip(i + zero, 0, experts.count - 1)
+
         def apply(total):
             gate_up, down = experts.weights(expert, x.dtype)
             gate, up = jnp.split(x @ gate_up.T, 2, axis=-1)
             out = jnp.dot(jax.nn.silu(gate) * up, down.T, preferred_element_type=jnp.float32)
             return total + share[:, expert, None] * out
 
-        return jax.lax.cond(jnp.any(ids == expert), apply, lambda total: total, total), None
+        return jax.lax.cond(jnp.any(ids == expert), apply, lambda total: total, total)
 
-    total, _ = jax.lax.scan(add, jnp.zeros(x.shape, jnp.float32), jnp.arange(experts.count))
+    total = jax.lax.fori_loop(0, experts.count, add, jnp.zeros(x.shape, jnp.float32))
     return total.astype(x.dtype)
 
 

@@ -232,13 +232,21 @@ def a_tree(batch=1, budget=4):
     return ddtree_jax.chain_tree(zeros(batch, budget + 1, dtype=I32), np.full(batch, 1, I32))
 
 
-def attend(query=(1, 5, 2, 576), cache=(2, 1, 20, 576), layer=0, dtype=F32, lengths=I32, tree=None):
+def attend(
+    query=(1, 5, 2, 576),
+    cache=(2, 1, 20, 576),
+    layer=0,
+    dtype=F32,
+    lengths=I32,
+    tree=None,
+    scale=1.0,
+):
     return ddtree_jax.verify_attn(
         zeros(*query, dtype=dtype),
         zeros(*cache),
         zeros(1, dtype=lengths),
         tree or a_tree(),
-        scale=1.0,
+        scale=scale,
         layer=layer,
     )
 
@@ -333,6 +341,7 @@ def commit(nodes=(1, 4), dtype=I32):
         (lambda: attend(query=(1, 5, 2, 512)), ValueError, ["query", "576", "512"]),
         (lambda: attend(cache=(2, 2, 20, 576)), ValueError, ["cache", "[2, 2, 20, 576]"]),
         (lambda: attend(cache=(2, 1, 4, 576)), ValueError, ["cache", "4", "5"]),
+        (lambda: attend(scale="x"), ValueError, ["scale", "x"]),
         (lambda: attend(dtype=np.float16), ValueError, ["query", "float16"]),
         (lambda: attend(dtype=jnp.bfloat16), ValueError, ["cache", "bfloat16", "float32"]),
         (lambda: attend(lengths=np.int16), ValueError, ["lengths", "int16"]),

@@ -19,12 +19,20 @@ cc_library(
 
 def _find_home(rctx):
     """The folder of the toolkit, or None."""
+    homes = []
     if rctx.getenv("CUDA_PATH"):
-        homes = [rctx.path(rctx.getenv("CUDA_PATH"))]
+        homes.append(rctx.getenv("CUDA_PATH"))
     else:
         nvcc = rctx.which("nvcc")
-        homes = ([nvcc.realpath.dirname.dirname] if nvcc else []) + [rctx.path("/usr/local/cuda")]
-    for home in homes:
+        if nvcc:
+            homes.append(str(nvcc.realpath.dirname.dirname))
+
+            # Where the one on PATH is a script that starts another.
+            for line in rctx.execute([nvcc, "--dryrun", "-x", "cu", "/dev/null"]).stderr.split("\n"):
+                if line.startswith("#$ TOP="):
+                    homes.append(line.removeprefix("#$ TOP="))
+        homes.append("/usr/local/cuda")
+    for home in [rctx.path(home) for home in homes]:
         if home.get_child("bin/nvcc").exists and home.get_child("include/cuda_runtime.h").exists:
             return home
     return None

@@ -75,9 +75,9 @@ def _scan_over_experts(x, expert_ids, expert_weights, gate_up, gate_up_scale, do
         return jax.lax.cond(chosen, apply, lambda total: total, total), None
 
     start = jnp.zeros_like(x, jnp.float32)
-    # 0, or -1 where nothing was chosen, but XLA does not see that: it turns slices at a loop's own counter into copies
+    # 0, or below where nothing was chosen, but XLA does not see that: it turns slices at a loop's own counter into copies
     # that no CUDA graph takes, and then the decode loop around this one is not captured either.
-    zero = jnp.minimum(jnp.max(expert_ids), 0)
+    zero = jnp.minimum(jnp.max(expert_ids, initial=-1), 0)
 
     def step(i, total):
         e = jnp.clip(i + zero, 0, down.shape[0] - 1)

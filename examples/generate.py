@@ -8,6 +8,7 @@ python examples/generate.py --checkpoint DIR --drafter DIR --chat --prompt "Hell
 from __future__ import annotations
 
 import json
+import math
 import os
 import pathlib
 import shutil
@@ -110,6 +111,8 @@ def _run():
         seen = jax.devices()
         devices = len(seen) if _DEVICES.value is None else _DEVICES.value
         gb = _DEVICE_GB.value
+        if gb is not None and not (math.isfinite(gb) and gb > 0):
+            raise ValueError(f"--device_gb must be a number above 0, not {gb}")
         each = dry_run.device_bytes(seen[0]) if gb is None else int(gb * 1e9)
         print(dry_run.report(target_path, drafter_path, dtype, devices, each))
         return

@@ -2,17 +2,19 @@
 
     python make_checkpoint.py --config=Kimi-K2.6/config.json --layers=2 --output=two_layers
 
-The names, shapes, dtypes, packing and shards are those of the real one; only the numbers mean nothing.
-One shard at a time is in memory.
+The names, shapes, dtypes and packing are those of the real one's language model; only the numbers mean
+nothing. A shard at a time is in memory, and while a float tensor is made, twice its float32 size.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import os
 import pathlib
 import shutil
 import sys
+import tempfile
 import time
 
 import numpy as np
@@ -48,8 +50,8 @@ def _run():
     output = pathlib.Path(_OUTPUT.value)
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise ValueError(f"--output={output} exists and is not an empty folder: choose another")
-    if _SHARD_GB.value <= 0:
-        raise ValueError(f"--shard_gb must be above 0, not {_SHARD_GB.value}")
+    if not (math.isfinite(_SHARD_GB.value) and _SHARD_GB.value > 0):
+        raise ValueError(f"--shard_gb must be a number above 0, not {_SHARD_GB.value}")
     start = time.perf_counter()
     written, shards = make_checkpoint(
         source,
@@ -89,34 +91,41 @@ def make_checkpoint(
       ValueError: a config that `load_target` would refuse, a layer count that it lacks, or a disk
         without room.
     """
-    settings = json.loads(source.read_text(encoding="utf-8"))
-    text = settings.get("text_config", settings)
-    if layers is not None:
-        have = text["num_hidden_layers"]
-        if not 1 <= layers <= have:
-            raise ValueError(f"--layers must be 1 .. {have}, the config's layers, not {layers}")
-        text["num_hidden_layers"] = layers
-    text["num_nextn_predict_layers"] = 0
-    output.mkdir(parents=True, exist_ok=True)
-    (output / "config.json").write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
+    from ddtree_jax.models import KimiK26Config
+
+    # All is checked before anything is written: a folder that holds something is refused next time.
+    with tempfile.TemporaryDirectory() as scratch:
+        config = pathlib.Path(scratch) / "config.json"
+        config.write_bytes(source.read_bytes())
+        have = KimiK26Config.from_json(scratch).num_hidden_layers
+        settings = json.loads(config.read_text(encoding="utf-8"))
+        text = settings.get("text_config", settings)
+        if layers is not None:
+            if not 1 <= layers <= have:
+                raise ValueError(f"--layers must be 1 .. {have}, the config's layers, not {layers}")
+            text["num_hidden_layers"] = layers
+        text["num_nextn_predict_layers"] = 0
+        config.write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
+        tensors = _tensors(scratch, "language_model." if text is not settings else "")
+        total = sum(size for _, _, _, size in tensors)
+        existing = next(p for p in (output.absolute(), *output.absolute().parents) if p.exists())
+        free = shutil.disk_usage(existing).free
+        if total > free:
+            raise ValueError(
+                f"{output}: the tensors take {total / 1e9:.1f} GB, the disk has {free / 1e9:.1f} "
+                "GB left: choose fewer --layers"
+            )
+        output.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(config, output / "config.json")
     for name in (*_TOKENIZER, "generation_config.json"):
         if (source.parent / name).is_file():
             shutil.copyfile(source.parent / name, output / name)
-
-    tensors = _tensors(output, "language_model." if text is not settings else "")
-    total = sum(size for _, _, _, size in tensors)
-    free = shutil.disk_usage(output).free
-    if total > free:
-        raise ValueError(
-            f"{output}: the tensors take {total / 1e9:.1f} GB, the disk has {free / 1e9:.1f} GB "
-            "left: choose fewer --layers"
-        )
     shards = _shards(tensors, shard_bytes)
     _write(output, shards, total, rng)
     return total, len(shards)
 
 
-def _tensors(folder: pathlib.Path, prefix: str) -> list[tuple]:
+def _tensors(folder: str, prefix: str) -> list[tuple]:
     """(name, shape, dtype or values, bytes) of all tensors, layer by layer."""
     import jax.numpy as jnp
     from flax import nnx

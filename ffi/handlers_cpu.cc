@@ -7,6 +7,7 @@
 #include <cstdint>
 #include <memory>
 
+#include "ffi/cpu/kernels.h"
 #include "ffi/handlers.h"
 
 namespace ddtree {
@@ -77,8 +78,8 @@ ffi::Future VerifyAttn(ffi::ThreadPool pool, Any query, Any cache, Any ancestors
   if (error.failure()) return Failed(error);
   double keys = 0;
   for (int64_t b = 0; b < args.batch; ++b) keys += std::clamp<int64_t>(args.lengths[b], 0, args.rows) + 8;
-  return Spread(pool, args, ddtree_verify_attn_cpu, 1088.0 * keys * args.nodes * args.heads,
-                args.batch * args.nodes * args.heads);
+  const int64_t rows = args.nodes * args.heads, step = VerifyAttnRows(rows);
+  return Spread(pool, args, ddtree_verify_attn_cpu, 1088.0 * keys * rows, args.batch * ((rows + step - 1) / step));
 }
 
 ffi::Error AppendLatents(Any cache, Any latents, Any lengths, Any layer, Out out) {
@@ -106,8 +107,8 @@ ffi::Future ExpertMlp(ffi::ThreadPool pool, Any x, Any ids, Any weights, Any gat
   ddtree_expert_mlp_args args{};
   ffi::Error error = ExpertMlpArgs(x, ids, weights, gate_up, gate_up_scale, down, down_scale, out, partial, &args);
   if (error.failure()) return Failed(error);
-  const double pairs = static_cast<double>(args.tokens * args.top_k);
-  return Spread(pool, args, ddtree_expert_mlp_cpu, 3.0 * pairs * args.hidden * args.inner, args.experts,
+  const int64_t pairs = args.tokens * args.top_k;
+  return Spread(pool, args, ddtree_expert_mlp_cpu, 3.0 * pairs * args.hidden * args.inner, std::min(args.experts, pairs),
                 ddtree_expert_mlp_sum_cpu);
 }
 

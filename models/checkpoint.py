@@ -92,16 +92,7 @@ def load_drafter(path: str | os.PathLike, target: KimiK26, *, dtype=None) -> DFl
     """
     wanted = _dtype_argument(dtype)
     config = DFlashConfig.from_json(_folder(path))
-    for name, mine, its in (
-        ("hidden_size", config.hidden_size, target.hidden_size),
-        ("vocab_size", config.vocab_size, target.vocab_size),
-        ("num_target_layers", config.num_target_layers, target.num_layers),
-    ):
-        if mine != its:
-            raise ValueError(
-                f"{os.fspath(path)}: the drafter was made for a target of {name} {mine}, "
-                f"this one has {its}; load the drafter that belongs to the target"
-            )
+    check_pair(path, config, target.config)
     tensors = Tensors(path, lambda name: name.removeprefix("model."))
     dtype = wanted or _stored_dtype(tensors, "fc.weight")
     drafter = nnx.eval_shape(lambda: DFlashDrafter(config, dtype=dtype))
@@ -122,6 +113,20 @@ def _check_tied(tensors: Tensors, config: KimiK26Config):
         )
 
 
+def check_pair(path: str | os.PathLike, config: DFlashConfig, target: KimiK26Config):
+    """Raises a ValueError unless the drafter of folder `path` was made for such a target."""
+    for name, mine, its in (
+        ("hidden_size", config.hidden_size, target.hidden_size),
+        ("vocab_size", config.vocab_size, target.vocab_size),
+        ("num_target_layers", config.num_target_layers, target.num_hidden_layers),
+    ):
+        if mine != its:
+            raise ValueError(
+                f"{os.fspath(path)}: the drafter was made for a target of {name} {mine}, "
+                f"this one has {its}; load the drafter that belongs to the target"
+            )
+
+
 def _fill(model: nnx.Module, rules: list[Rule], tensors: Tensors):
     """Puts the checkpoint's values into an abstract model."""
     for rule in rules:
@@ -138,11 +143,12 @@ def _fill(model: nnx.Module, rules: list[Rule], tensors: Tensors):
                 tensors.check([Source(name, (len(expected),), ("I32", "I64"))])
                 if tuple(tensors.take(name).tolist()) != expected:
                     raise ValueError(f"{tensors.folder}: the tensor {name!r} should say {expected}")
-            # Taken one by one: the experts of a layer are never there twice.
+            # Read one by one into the stack: beside it there are one expert's tensor and the
+            # stack's copy on the device.
             arrays = rule.load(_OnDemand(tensors, [source.name for source in rule.sources], bar))
             for path, array in zip(rule.paths, arrays, strict=True):
                 slots[path].set_value(jnp.asarray(np.asarray(array), slots[path].dtype))
-            del arrays
+            del arrays, array
     tensors.refuse_leftovers()
 
 

@@ -6,17 +6,20 @@ import dataclasses
 import json
 import math
 import os
+import re
 
 import jax.numpy as jnp
 from flax import nnx
 
+from .checkpoint import check_pair
 from .config import LATENT_DIM, ROPE_DIM, DFlashConfig, KimiK26Config
 from .dflash import DFlashDrafter
 from .kimi_k26 import KimiK26
 from .layout import Path
 from .tensors import INDEX
 
-#: Bytes a device keeps for logits, activations, prefill and the runtime itself.
+_LAYER = re.compile(r"(?:language_model\.|model\.)*layers\.(\d+)\.")
+#: Bytes a device keeps for activations, prefill and the runtime itself.
 RESERVE = 4 * 10**9
 
 
@@ -30,6 +33,7 @@ class Footprint:
       drafter: the drafter's parameters; 0 without one.
       row: caches of one position of one request, target and drafter together.
       max_context: positions that the target was made for.
+      vocab_size: tokens that a node's logits are for.
     """
 
     experts: int
@@ -37,6 +41,7 @@ class Footprint:
     drafter: int
     row: int
     max_context: int
+    vocab_size: int
 
     @property
     def weights(self) -> int:
@@ -46,14 +51,16 @@ class Footprint:
         """Bytes of weights a device when they are split evenly over `devices`."""
         return math.ceil(self.weights / devices)
 
-    def context(self, devices: int, device_bytes: int, *, batch: int = 1) -> int:
-        """Positions that `batch` requests can have each; 0 when the weights alone do not fit.
+    def context(self, devices: int, device_bytes: int, *, batch: int = 1, nodes: int = 17) -> int:
+        """Positions that `batch` requests can have each; 0 when there is no room for one.
 
         Weights are split over the devices; each device holds all rows of the caches, since all
-        heads of latent attention read the same rows.
+        heads of latent attention read the same rows, the `nodes` of a round behind each request's
+        last position, and their float32 logits.
         """
-        left = device_bytes - RESERVE - self.per_device(devices)
-        return max(0, min(self.max_context, left // (self.row * batch)))
+        logits = batch * nodes * self.vocab_size * 4
+        left = device_bytes - RESERVE - self.per_device(devices) - logits
+        return max(0, min(self.max_context, left // (self.row * batch) - (nodes - 1)))
 
 
 def footprint(
@@ -90,10 +97,11 @@ def footprint(
     drafter = 0
     if drafter_path is not None:
         draft = DFlashConfig.from_json(drafter_path)
+        check_pair(drafter_path, draft, config)
         abstract = nnx.eval_shape(lambda: DFlashDrafter(draft, dtype=jnp.dtype(dtype)))
         drafter = sum(math.prod(p.shape) for _, p in nnx.to_flat_state(nnx.state(abstract))) * size
         row += draft.num_hidden_layers * 2 * draft.num_key_value_heads * draft.head_dim * size
-    return Footprint(experts, rest, drafter, row, config.max_position_embeddings)
+    return Footprint(experts, rest, drafter, row, config.max_position_embeddings, config.vocab_size)
 
 
 def _is_expert(path: Path) -> bool:
@@ -109,9 +117,11 @@ def _check_index(folder: str | os.PathLike, config: KimiK26Config):
             names = list(json.load(file)["weight_map"])
         except (ValueError, KeyError, TypeError) as error:
             raise ValueError(f"{path}: no readable weight_map ({error!r})") from error
-    last = f"layers.{config.num_hidden_layers - 1}."
-    if not any(last in name for name in names):
+    found = [int(layer[1]) + 1 for layer in map(_LAYER.match, names) if layer]
+    layers, have = config.num_hidden_layers, max(found, default=0)
+    # Layers for multi-token prediction come after the others, if at all.
+    if have not in (layers, layers + config.num_nextn_predict_layers):
         raise ValueError(
-            f"{path}: no tensor of layer {config.num_hidden_layers - 1}, but config.json has "
-            f"{config.num_hidden_layers} layers; config and weights do not belong together"
+            f"{path}: tensors of {have} layers, but config.json has {layers}; "
+            "config and weights do not belong together"
         )

@@ -122,9 +122,9 @@ def expert_mlp(x: jax.Array, ids: jax.Array, weights: jax.Array, experts: Expert
         )
     share = _share(ids, weights, experts.count)
 
-    # 0, or -1 where nothing was chosen, but XLA does not see that: what is sliced at a loop's own
+    # 0, or below where nothing was chosen, but XLA does not see that: what is sliced at a loop's own
     # counter is copied in a way that no CUDA graph takes.
-    zero = jnp.minimum(jnp.max(ids), 0)
+    zero = jnp.minimum(jnp.max(ids, initial=-1), 0)
 
     def add(i, total):
         expert = jnp.clip(i + zero, 0, experts.count - 1)

@@ -1,5 +1,5 @@
-// Routed experts with packed int4 weights: each chosen expert's rows are unpacked once, a few at a time, and applied to
-// every token that chose it.
+// Routed experts with packed int4 weights: each chosen expert's rows are unpacked a few at a time, once for all tokens that
+// chose it, or with AVX-512 in registers, once for every four of them.
 //
 // Tasks take disjoint experts and leave what each makes of each token in `partial`; a second pass weighs and sums that in
 // the order of the token's choices, so that its result depends on neither the other tokens nor the number of tasks.
@@ -164,6 +164,7 @@ template <typename T>
 void Run(const ddtree_expert_mlp_args& a, int64_t task, int64_t tasks, Scratch* s) {
   const int64_t d = a.hidden, inner = a.inner, tokens = a.tokens;
   Share(a, task, tasks, s);
+  if (std::all_of(s->counts.begin(), s->counts.end(), [](int64_t count) { return count == 0; })) return;
   s->rows.resize(kRows * std::max(d, inner));
   s->x.resize(tokens * d);
   const T* x = static_cast<const T*>(a.x);

@@ -21,6 +21,9 @@ namespace ddtree {
 constexpr int64_t kLanes = 16;
 typedef float Vec __attribute__((vector_size(kLanes * 4), aligned(4), may_alias));
 
+// Rows of verify_attn's work item, of `rows` = nodes * heads in all: few rows are cut finer, so that threads can share them.
+inline int64_t VerifyAttnRows(int64_t rows) { return rows <= 16 ? 4 : rows <= 64 ? 8 : 16; }
+
 inline int64_t DtypeBytes(int32_t dtype) { return dtype == DDTREE_BF16 ? 2 : 4; }
 
 inline float FromBf16(uint16_t x) {

@@ -23,14 +23,16 @@ constexpr int64_t kMaxRows = 16;    // rows an item
 
 // Blocks of scores and of the output are as large as the registers hold: 32 of 16 floats, or 16 of 8. The vector types
 // are members because a template argument would lose their attributes.
-struct Wide {
-  typedef ddtree::Vec Vec;
+struct Quad {
+  typedef float Vec __attribute__((vector_size(16), aligned(4), may_alias));
 };
 struct Narrow {
   typedef float Vec __attribute__((vector_size(32), aligned(4), may_alias));
+  typedef Quad Half;
 };
-struct Quad {
-  typedef float Vec __attribute__((vector_size(16), aligned(4), may_alias));
+struct Wide {
+  typedef ddtree::Vec Vec;
+  typedef Narrow Half;
 };
 
 bool HasWideRegisters() {
@@ -42,33 +44,27 @@ bool HasWideRegisters() {
 #endif
 }
 
-// Sums of four vectors' lanes: halves are added until four lanes are left, then those.
-inline __attribute__((always_inline)) void Sum4(const Quad::Vec* v, float* sums) {
+// Sums of four vectors' lanes: halves are added until four lanes are left, then those. Register structs are named, not
+// deduced from their vectors, whose attributes a deduction drops.
+inline __attribute__((always_inline)) void Sum4(Quad, const Quad::Vec* v, float* sums) {
 #ifdef __SSE__
-  __m128 a = reinterpret_cast<const __m128&>(v[0]), b = reinterpret_cast<const __m128&>(v[1]);
-  __m128 c = reinterpret_cast<const __m128&>(v[2]), d = reinterpret_cast<const __m128&>(v[3]);
+  const float* x = reinterpret_cast<const float*>(v);
+  __m128 a = _mm_loadu_ps(x), b = _mm_loadu_ps(x + 4), c = _mm_loadu_ps(x + 8), d = _mm_loadu_ps(x + 12);
   _MM_TRANSPOSE4_PS(a, b, c, d);
   _mm_storeu_ps(sums, _mm_add_ps(_mm_add_ps(a, c), _mm_add_ps(b, d)));
 #else
   for (int i = 0; i < 4; ++i) sums[i] = (v[i][0] + v[i][2]) + (v[i][1] + v[i][3]);
 #endif
 }
-template <typename Half, typename V>
-inline __attribute__((always_inline)) void Halve4(const V* v, Half* halves) {
+template <typename From>
+inline __attribute__((always_inline)) void Sum4(From, const typename From::Vec* v, float* sums) {
+  typedef typename From::Half Half;
+  typename Half::Vec halves[4];
   for (int i = 0; i < 4; ++i) {
-    const Half* half = reinterpret_cast<const Half*>(v + i);
+    const typename Half::Vec* half = reinterpret_cast<const typename Half::Vec*>(v + i);
     halves[i] = half[0] + half[1];
   }
-}
-inline __attribute__((always_inline)) void Sum4(const Narrow::Vec* v, float* sums) {
-  Quad::Vec halves[4];
-  Halve4(v, halves);
-  Sum4(halves, sums);
-}
-inline __attribute__((always_inline)) void Sum4(const Wide::Vec* v, float* sums) {
-  Narrow::Vec halves[4];
-  Halve4(v, halves);
-  Sum4(halves, sums);
+  Sum4(Half(), halves, sums);
 }
 
 // What an item keeps between tiles.
@@ -113,7 +109,7 @@ DDTREE_CLONES void Scores(const float* query, int64_t rows, const float* const* 
       }
       for (int i = 0; i < kBlock; ++i) {
         float sums[4];
-        Sum4(acc[i], sums);
+        Sum4(Registers(), acc[i], sums);
         for (int j = 0; j < 4; ++j) scores[(r + i) * kKeys + k + j] = k + j < count ? sums[j] * scale : -INFINITY;
       }
     }
@@ -255,7 +251,7 @@ int ddtree_verify_attn_cpu(const ddtree_verify_attn_args* a, int64_t task, int64
   // Too large for a stack; one per pool thread, for the life of the thread.
   static thread_local ddtree::Item item;
   const int64_t rows = a->nodes * a->heads;
-  const int64_t step = rows <= 16 ? 4 : rows <= 64 ? 8 : ddtree::kMaxRows;
+  const int64_t step = ddtree::VerifyAttnRows(rows);
   const int64_t blocks = (rows + step - 1) / step;
   for (int64_t i = task; i < a->batch * blocks; i += tasks) {
     const int64_t b = i / blocks, first = i % blocks * step, count = std::min(step, rows - first);

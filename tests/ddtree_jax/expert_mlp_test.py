@@ -51,6 +51,18 @@ def test_equals_the_oracle(rng, kind, tokens, dtype):
     assert error < (2e-6 if dtype == jnp.float32 else 3e-2)
 
 
+@pytest.mark.parametrize("tokens, top_k", [(0, 2), (3, 0)])
+def test_nothing_to_do_gives_zeros(rng, tokens, top_k):
+    x = rng.normal(size=(tokens, 64)).astype(np.float32)
+    ids, shares = np.zeros((tokens, top_k), np.int32), np.zeros((tokens, top_k), np.float32)
+    weights = _weights(rng, 3, 64, 32)
+    for out in (
+        expert_mlp(x, ids, shares, *weights),
+        _scan_over_experts(x, ids, shares, *weights)[0],
+    ):
+        np.testing.assert_array_equal(out, np.zeros((tokens, 64), np.float32))
+
+
 def test_a_token_does_not_depend_on_the_others(rng):
     weights = _weights(rng, 6, 64, 32)
     x = rng.normal(size=(33, 64)).astype(np.float32)

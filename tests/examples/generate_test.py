@@ -177,8 +177,9 @@ def test_dry_run_loads_nothing(tmp_path):
     folders = f"--checkpoint={tmp_path / 'target'}", f"--drafter={tmp_path / 'drafter'}"
     done = _run("--dry_run", *folders, "--devices=2", "--device_gb=4.2")
     assert done.returncode == 0, done.stderr
-    # Half of 33.8 MB each; (4.2 GB - 4 GB - 17 MB) / 15,872 bytes for 64 requests.
-    for words in ("33.8 MB", "2 x 4.2 GB: 16.9 MB", "batch 1 4,096", "batch 64 180", "one so far"):
+    # Half of 33.8 MB each. Of the 183 MB left 64 requests' logits of 17 nodes take 17.8 MB; the rest is
+    # 162 rows of 15,872 bytes each, 16 of them for the nodes.
+    for words in ("33.8 MB", "2 x 4.2 GB: 16.9 MB", "batch 1 4,096", "batch 64 146", "one so far"):
         assert words in done.stdout
     assert "does not fit: 4.0 GB" in _run("--dry_run", "--device_gb=4").stdout
     assert "--devices" in _refused("--dry_run", "--devices=0")

@@ -106,6 +106,7 @@ def test_seed_decides_and_tokenizer_comes_along(tmp_path):
         (["--output={tmp}"], ["empty"]),
         (["--output={tmp}/new", "--layers=0"], ["--layers", "1 .. 6"]),
         (["--output={tmp}/new", "--shard_gb=0"], ["--shard_gb"]),
+        (["--output={tmp}/new", "--shard_gb=inf"], ["--shard_gb", "inf"]),
         (["--output={tmp}/new", "--config={tmp}/none.json"], ["none.json"]),
         (["--output={tmp}/new", "--config={tmp}/huge.json"], ["disk", "--layers"]),
     ],
@@ -119,3 +120,4 @@ def test_bad_flags_are_one_line(tmp_path, flags, words):
     assert done.returncode != 0
     assert len(done.stderr.strip().splitlines()) == 1, done.stderr
     assert all(word in done.stderr for word in words), done.stderr
+    assert not (tmp_path / "new").exists()

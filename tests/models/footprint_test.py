@@ -48,20 +48,29 @@ def test_published_sizes(published):
 
 
 def test_context_is_what_the_weights_leave():
-    size = Footprint(experts=700, rest=200, drafter=100, row=10, max_context=1000)
+    size = Footprint(experts=700, rest=200, drafter=100, row=10, max_context=1000, vocab_size=5)
     assert size.per_device(3) == 334
-    assert size.context(4, RESERVE + 250 + 99) == 9
-    assert size.context(4, RESERVE + 250 + 99, batch=2) == 4
+    # Of 99 bytes three nodes' logits take 60 and the rows of two of them 20.
+    assert size.context(4, RESERVE + 250 + 99, nodes=3) == 1
+    assert size.context(4, RESERVE + 250 + 99 + 60, batch=2, nodes=3) == 0
+    assert size.context(4, RESERVE + 250 + 2 * 99, batch=2, nodes=3) == 1
     assert size.context(4, RESERVE + 249) == 0
     assert size.context(4, RESERVE * 9) == 1000
 
 
-def test_index_of_another_depth(published):
-    index = {
-        "weight_map": {"language_model.model.layers.3.input_layernorm.weight": "a.safetensors"}
-    }
+@pytest.mark.parametrize("layers", [0, 4, 62, 71])
+def test_index_of_another_depth(published, layers):
+    names = [f"language_model.model.layers.{i}.input_layernorm.weight" for i in range(layers)]
+    names.append("vision_tower.encoder.layers.60.weight")
+    index = {"weight_map": dict.fromkeys(names, "a.safetensors")}
     (published[0] / "model.safetensors.index.json").write_text(json.dumps(index))
-    with pytest.raises(ValueError, match="no tensor of layer 60.*61 layers"):
+    with pytest.raises(ValueError, match=f"tensors of {layers} layers, but config.json has 61"):
+        footprint(*published)
+
+
+def test_a_drafter_of_another_target(published):
+    (published[1] / "config.json").write_text(json.dumps({**DRAFTER, "vocab_size": 200000}))
+    with pytest.raises(ValueError, match="made for a target of vocab_size 200000.*163840"):
         footprint(*published)
 
 

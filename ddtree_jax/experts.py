@@ -75,8 +75,8 @@ def _scan_over_experts(x, expert_ids, expert_weights, gate_up, gate_up_scale, do
         return jax.lax.cond(chosen, apply, lambda total: total, total), None
 
     start = jnp.zeros_like(x, jnp.float32)
-    # 0, or below where nothing was chosen, but XLA does not see that: it turns slices at a loop's own counter into copies
-    # that no CUDA graph takes, and then the decode loop around this one is not captured either.
+    # 0, or below where nothing was chosen, but XLA does not see that: it turns slices at a loop's own
+    # counter into copies that no CUDA graph takes, and then the decode loop around is not captured either.
     zero = jnp.minimum(jnp.max(expert_ids, initial=-1), 0)
 
     def step(i, total):

@@ -92,7 +92,7 @@ def load_drafter(path: str | os.PathLike, target: KimiK26, *, dtype=None) -> DFl
     """
     wanted = _dtype_argument(dtype)
     config = DFlashConfig.from_json(_folder(path))
-    check_pair(path, config, target.config)
+    check_pair(path, config, target.hidden_size, target.vocab_size, target.num_layers)
     tensors = Tensors(path, lambda name: name.removeprefix("model."))
     dtype = wanted or _stored_dtype(tensors, "fc.weight")
     drafter = nnx.eval_shape(lambda: DFlashDrafter(config, dtype=dtype))
@@ -113,12 +113,14 @@ def _check_tied(tensors: Tensors, config: KimiK26Config):
         )
 
 
-def check_pair(path: str | os.PathLike, config: DFlashConfig, target: KimiK26Config):
-    """Raises a ValueError unless the drafter of folder `path` was made for such a target."""
+def check_pair(
+    path: str | os.PathLike, config: DFlashConfig, hidden_size: int, vocab_size: int, layers: int
+):
+    """Raises a ValueError unless the drafter of folder `path` was made for a target of these sizes."""
     for name, mine, its in (
-        ("hidden_size", config.hidden_size, target.hidden_size),
-        ("vocab_size", config.vocab_size, target.vocab_size),
-        ("num_target_layers", config.num_target_layers, target.num_hidden_layers),
+        ("hidden_size", config.hidden_size, hidden_size),
+        ("vocab_size", config.vocab_size, vocab_size),
+        ("num_target_layers", config.num_target_layers, layers),
     ):
         if mine != its:
             raise ValueError(

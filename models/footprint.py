@@ -97,7 +97,9 @@ def footprint(
     drafter = 0
     if drafter_path is not None:
         draft = DFlashConfig.from_json(drafter_path)
-        check_pair(drafter_path, draft, config)
+        check_pair(
+            drafter_path, draft, config.hidden_size, config.vocab_size, config.num_hidden_layers
+        )
         abstract = nnx.eval_shape(lambda: DFlashDrafter(draft, dtype=jnp.dtype(dtype)))
         drafter = sum(math.prod(p.shape) for _, p in nnx.to_flat_state(nnx.state(abstract))) * size
         row += draft.num_hidden_layers * 2 * draft.num_key_value_heads * draft.head_dim * size

@@ -58,33 +58,47 @@ def expert_mlp(
 
 
 def _scan_over_experts(x, expert_ids, expert_weights, gate_up, gate_up_scale, down, down_scale):
-    """The same in plain JAX; an expert that no token chose is neither unpacked nor multiplied."""
+    """The same in plain JAX."""
 
-    def add(total, expert):
-        index, *packed = expert
+    def matrices(expert):
+        return (
+            _unpack(gate_up[expert], gate_up_scale[expert], x.dtype),
+            _unpack(down[expert], down_scale[expert], x.dtype),
+        )
 
-        def apply(total):
-            rows, columns = _unpack(*packed[:2], x.dtype), _unpack(*packed[2:], x.dtype)
-            gate, up = jnp.split(x @ rows.T, 2, axis=-1)
-            inner = jax.nn.silu(gate) * up
-            out = jnp.dot(inner, columns.T, preferred_element_type=jnp.float32)
-            share = jnp.sum(jnp.where(expert_ids == index, expert_weights, 0.0), axis=-1)
-            return total + share[:, None] * out
+    return [sum_of_chosen(x, expert_ids, expert_weights, down.shape[0], matrices)]
 
-        chosen = jnp.any(expert_ids == index)
-        return jax.lax.cond(chosen, apply, lambda total: total, total), None
 
-    start = jnp.zeros_like(x, jnp.float32)
+def sum_of_chosen(x, expert_ids, expert_weights, experts: int, matrices) -> jax.Array:
+    """`expert_mlp` over any kind of weights, expert by expert; one that no token chose is not touched.
+
+    Args:
+      x: [T, D].
+      expert_ids: i32[T, k]. expert_weights: f32[T, k].
+      experts: how many there are.
+      matrices: from an expert's index i32[] to its `gate_up [2I, D]` and `down [D, I]` in x's dtype.
+
+    Returns:
+      [T, D] in x's dtype; the sum is float32.
+    """
     # 0, or below where nothing was chosen, but XLA does not see that: it turns slices at a loop's own
     # counter into copies that no CUDA graph takes, and then the decode loop around is not captured either.
     zero = jnp.minimum(jnp.max(expert_ids, initial=-1), 0)
 
-    def step(i, total):
-        e = jnp.clip(i + zero, 0, down.shape[0] - 1)
-        return add(total, (e, gate_up[e], gate_up_scale[e], down[e], down_scale[e]))[0]
+    def add(i, total):
+        expert = jnp.clip(i + zero, 0, experts - 1)
 
-    total = jax.lax.fori_loop(0, down.shape[0], step, start)
-    return [total.astype(x.dtype)]
+        def apply(total):
+            gate_up, down = matrices(expert)
+            gate, up = jnp.split(x @ gate_up.T, 2, axis=-1)
+            out = jnp.dot(jax.nn.silu(gate) * up, down.T, preferred_element_type=jnp.float32)
+            share = jnp.sum(jnp.where(expert_ids == expert, expert_weights, 0.0), axis=-1)
+            return total + share[:, None] * out
+
+        return jax.lax.cond(jnp.any(expert_ids == expert), apply, lambda total: total, total)
+
+    total = jax.lax.fori_loop(0, experts, add, jnp.zeros(x.shape, jnp.float32))
+    return total.astype(x.dtype)
 
 
 def _unpack(words, scales, dtype):

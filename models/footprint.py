@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
 import os
 import re
@@ -16,7 +15,7 @@ from .config import LATENT_DIM, ROPE_DIM, DFlashConfig, KimiK26Config
 from .dflash import DFlashDrafter
 from .kimi_k26 import KimiK26
 from .layout import Path
-from .tensors import INDEX
+from .tensors import INDEX, read_index
 
 _LAYER = re.compile(r"(?:language_model\.|model\.)*layers\.(\d+)\.")
 #: Bytes a device keeps for activations, prefill and the runtime itself.
@@ -111,19 +110,14 @@ def _is_expert(path: Path) -> bool:
 
 
 def _check_index(folder: str | os.PathLike, config: KimiK26Config):
-    path = os.path.join(folder, INDEX)
-    if not os.path.isfile(path):
+    names = read_index(folder)
+    if names is None:
         return
-    with open(path, encoding="utf-8") as file:
-        try:
-            names = list(json.load(file)["weight_map"])
-        except (ValueError, KeyError, TypeError) as error:
-            raise ValueError(f"{path}: no readable weight_map ({error!r})") from error
     found = [int(layer[1]) + 1 for layer in map(_LAYER.match, names) if layer]
     layers, have = config.num_hidden_layers, max(found, default=0)
     # Layers for multi-token prediction come after the others, if at all.
     if have not in (layers, layers + config.num_nextn_predict_layers):
         raise ValueError(
-            f"{path}: tensors of {have} layers, but config.json has {layers}; "
+            f"{os.path.join(folder, INDEX)}: tensors of {have} layers, but config.json has {layers}; "
             "config and weights do not belong together"
         )

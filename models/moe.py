@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from ddtree_jax.experts import expert_mlp as packed_expert_mlp
+from ddtree_jax.experts import sum_of_chosen
 
 from . import quantization
 from .config import KimiK26Config
@@ -120,25 +121,9 @@ def expert_mlp(x: jax.Array, ids: jax.Array, weights: jax.Array, experts: Expert
             experts.down_packed[...],
             experts.down_scale[...],
         )
-    share = _share(ids, weights, experts.count)
-
-    # 0, or below where nothing was chosen, but XLA does not see that: what is sliced at a loop's own
-    # counter is copied in a way that no CUDA graph takes.
-    zero = jnp.minimum(jnp.max(ids, initial=-1), 0)
-
-    def add(i, total):
-        expert = jnp.clip(i + zero, 0, experts.count - 1)
-
-        def apply(total):
-            gate_up, down = experts.weights(expert, x.dtype)
-            gate, up = jnp.split(x @ gate_up.T, 2, axis=-1)
-            out = jnp.dot(jax.nn.silu(gate) * up, down.T, preferred_element_type=jnp.float32)
-            return total + share[:, expert, None] * out
-
-        return jax.lax.cond(jnp.any(ids == expert), apply, lambda total: total, total)
-
-    total = jax.lax.fori_loop(0, experts.count, add, jnp.zeros(x.shape, jnp.float32))
-    return total.astype(x.dtype)
+    return sum_of_chosen(
+        x, ids, weights, experts.count, lambda expert: experts.weights(expert, x.dtype)
+    )
 
 
 def dense_expert_mlp(

@@ -17,6 +17,29 @@ INDEX = "model.safetensors.index.json"
 _BYTES = {"F64": 8, "I64": 8, "F32": 4, "I32": 4, "BF16": 2, "F16": 2}
 
 
+def read_index(folder: str | os.PathLike) -> dict[str, str] | None:
+    """Stored name to shard as a folder's index says; None without an index.
+
+    Raises:
+      ValueError: an index that cannot be read, is empty or names files elsewhere.
+    """
+    path = os.path.join(folder, INDEX)
+    if not os.path.isfile(path):
+        return None
+    with open(path, encoding="utf-8") as file:
+        try:
+            stored_in = json.load(file)["weight_map"]
+            pairs = {str(name): str(shard) for name, shard in stored_in.items()}
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            raise ValueError(f"{path}: no readable weight_map ({error!r})") from error
+    if not pairs:
+        raise ValueError(f"{path}: the weight_map is empty; download the checkpoint again")
+    for shard in pairs.values():
+        if os.path.basename(shard) != shard or not shard.endswith(".safetensors"):
+            raise ValueError(f"{path}: {shard!r} is not a safetensors file of this folder")
+    return pairs
+
+
 class Tensors:
     """Names, shapes and dtypes of all tensors below `folder`, and their values on demand.
 
@@ -119,31 +142,12 @@ class Tensors:
 
     def _index(self) -> dict[str, str]:
         """Stored name to shard as the index says; empty for a single file."""
-        path = os.path.join(self.folder, INDEX)
-        if not os.path.isfile(path):
-            if os.path.isfile(os.path.join(self.folder, SINGLE)):
-                return {}
+        pairs = read_index(self.folder)
+        if pairs is None and not os.path.isfile(os.path.join(self.folder, SINGLE)):
             raise FileNotFoundError(
                 f"{self.folder}: neither {SINGLE} nor {INDEX} is here; only safetensors are loaded"
             )
-        with open(path, encoding="utf-8") as file:
-            try:
-                stored_in = json.load(file)["weight_map"]
-                pairs = {str(name): str(shard) for name, shard in stored_in.items()}
-            except (
-                ValueError,
-                KeyError,
-                TypeError,
-                AttributeError,
-                RecursionError,
-            ) as error:
-                raise ValueError(f"{path}: no readable weight_map ({error!r})") from error
-        if not pairs:
-            raise ValueError(f"{path}: the weight_map is empty; download the checkpoint again")
-        for shard in pairs.values():
-            if os.path.basename(shard) != shard or not shard.endswith(".safetensors"):
-                raise ValueError(f"{path}: {shard!r} is not a safetensors file of this folder")
-        return pairs
+        return pairs or {}
 
     def _open(self, shard: str, canonical):
         path = os.path.join(self.folder, shard)

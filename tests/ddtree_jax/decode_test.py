@@ -169,7 +169,7 @@ def test_going_on_from_a_state_equals_one_call(rng, mode, rounds):
     while np.any(np.asarray(part.finish_reason) == FinishReason.RUNNING):
         part = decode(target, drafter, tokens, lengths, config=step, state=part.state)
         calls += 1
-    assert calls > 1
+    assert calls == max(1, -(-int(np.max(whole.rounds)) // rounds))
     for name in ("tokens", "lengths", "rounds", "accepted_histogram", "finish_reason"):
         np.testing.assert_array_equal(getattr(part, name), getattr(whole, name), name)
 

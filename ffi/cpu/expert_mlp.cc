@@ -5,8 +5,11 @@
 // the order of the token's choices, so that its result depends on neither the other tokens nor the number of tasks.
 #include <algorithm>
 #include <cmath>
+#include <new>
+#include <stdexcept>
 #include <vector>
 
+#include "ffi/arguments.h"
 #include "ffi/cpu/kernels.h"
 #include "ffi/ddtree.h"
 
@@ -220,23 +223,25 @@ void Weigh(const ddtree_expert_mlp_args& a) {
   }
 }
 
-bool Served(const ddtree_expert_mlp_args& a) {
-  return a.hidden % kGroup == 0 && a.inner % kGroup == 0 && a.tokens >= 0 && a.top_k >= 0;
-}
-
 }  // namespace
 }  // namespace ddtree
 
 int ddtree_expert_mlp_cpu(const ddtree_expert_mlp_args* a, int64_t task, int64_t tasks) {
-  if (!ddtree::Served(*a) || tasks < 1) return DDTREE_INVALID_ARGUMENT;
+  if (const int status = ddtree::Check(a, task, tasks); status != DDTREE_OK) return status;
   // Grows to the largest call's size and stays: one per pool thread.
   static thread_local ddtree::Scratch scratch;
-  (a->dtype == DDTREE_BF16 ? ddtree::Run<uint16_t> : ddtree::Run<float>)(*a, task, tasks, &scratch);
+  try {
+    (a->dtype == DDTREE_BF16 ? ddtree::Run<uint16_t> : ddtree::Run<float>)(*a, task, tasks, &scratch);
+  } catch (const std::bad_alloc&) {
+    return DDTREE_OUT_OF_MEMORY;
+  } catch (const std::length_error&) {
+    return DDTREE_OUT_OF_MEMORY;
+  }
   return DDTREE_OK;
 }
 
 int ddtree_expert_mlp_sum_cpu(const ddtree_expert_mlp_args* a) {
-  if (!ddtree::Served(*a)) return DDTREE_INVALID_ARGUMENT;
+  if (const int status = ddtree::Check(a); status != DDTREE_OK) return status;
   (a->dtype == DDTREE_BF16 ? ddtree::Weigh<uint16_t> : ddtree::Weigh<float>)(*a);
   return DDTREE_OK;
 }

@@ -185,15 +185,15 @@ void Run(const ddtree_expert_mlp_args& a, int64_t task, int64_t tasks, Scratch* 
     s->inner.resize(s->pairs.size() * 2 * inner);
     const int64_t count = s->pairs.size();
     s->from.resize(count), s->to.resize(count);
-    for (int64_t i = 0; i < count; ++i) s->from[i] = &s->x[s->pairs[i] / a.top_k * d];
+    for (int64_t i = 0; i < count; ++i) s->from[i] = s->x.data() + s->pairs[i] / a.top_k * d;
     for (int64_t r = 0; r < 2 * inner; r += kRows) {
       const int64_t row = e * 2 * inner + r;
-      for (int64_t i = 0; i < count; ++i) s->to[i] = &s->inner[i * 2 * inner + r];
+      for (int64_t i = 0; i < count; ++i) s->to[i] = s->inner.data() + i * 2 * inner + r;
       Dots(a.gate_up + row * (d / 8), a.gate_up_scale + row * (d / kGroup), d, s->from.data(), s->to.data(), count,
            s->rows.data());
     }
     for (int64_t i = 0; i < count; ++i) {
-      float* gate = &s->inner[i * 2 * inner];
+      float* gate = s->inner.data() + i * 2 * inner;
       Swiglu(gate, gate + inner, inner);
       if (kWide) Interleave(gate, inner);
       s->from[i] = gate;

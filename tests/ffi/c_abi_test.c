@@ -3,7 +3,7 @@
 #include <stdio.h>
 #include <string.h>
 
-#include "ddtree.h"
+#include "ffi/ddtree.h"
 
 static int failures = 0;
 

@@ -1,4 +1,4 @@
-"""The torch bridge on CUDA: equal to the JAX primitives bit for bit, captured in a CUDA graph, and clear about refusals."""
+"""The torch bridge on CUDA: bit for bit the JAX primitives, captured in a CUDA graph, and clear about refusals."""
 
 import ctypes
 import dataclasses

@@ -4,9 +4,7 @@ import ctypes
 
 import pytest
 
-pytest.importorskip("torch")
-
-from ddtree_jax import _clib  # noqa: E402
+from ddtree_jax import _clib
 
 INVALID, WRONG_VERSION, NO_CUDA = 1, 3, 4
 

@@ -7,7 +7,9 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-_SPEC = importlib.util.spec_from_file_location("golden", pathlib.Path(__file__).parent / "golden.py")
+_SPEC = importlib.util.spec_from_file_location(
+    "golden", pathlib.Path(__file__).parent / "golden.py"
+)
 golden = importlib.util.module_from_spec(_SPEC)
 _SPEC.loader.exec_module(golden)
 

@@ -191,7 +191,7 @@ def verify_attn(
     if cache.shape[2] < nodes:
         raise ValueError(f"cache holds {cache.shape[2]} rows, fewer than the tree's {nodes} nodes")
     words = (batch, nodes, -(-nodes // 32))
-    tensor("tree.ancestors", tree.ancestors, words, torch.int32, query)
+    tensor("tree.ancestors", tree.ancestors, words, (torch.int32, torch.uint32), query)
     tensor("tree.num_nodes", tree.num_nodes, (batch,), torch.int32, query)
     layers, _, length, _ = cache.shape
     index = layer_index(layer, layers, query)

@@ -205,6 +205,7 @@ typedef struct ddtree_expert_mlp_args {
 int ddtree_expert_mlp_cpu(const ddtree_expert_mlp_args* args, int64_t task, int64_t tasks);  // fills `partial`
 int ddtree_expert_mlp_sum_cpu(const ddtree_expert_mlp_args* args);  // then, once: `partial` to `out`
 
+#undef DDTREE_ARGS_VERSION
 #pragma GCC visibility pop
 
 #ifdef __cplusplus

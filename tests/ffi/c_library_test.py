@@ -11,9 +11,7 @@ import ddtree_jax
 
 _ROOT = pathlib.Path(__file__).parents[2]
 
-pytestmark = pytest.mark.skipif(
-    shutil.which("cmake") is None or shutil.which("cc") is None, reason="needs cmake and a compiler"
-)
+pytestmark = pytest.mark.skipif(shutil.which("nm") is None, reason="needs a compiler")
 
 
 def _run(*command, **kwargs):
@@ -40,6 +38,8 @@ def _exported(library):
 
 @pytest.fixture(scope="module")
 def build(tmp_path_factory):
+    if shutil.which("cmake") is None:
+        pytest.skip("needs cmake")
     folder = tmp_path_factory.mktemp("build")
     options = ["-DDDTREE_PYTHON=OFF", "-DDDTREE_TESTS=ON", "-DDDTREE_CUDA=OFF"]
     _run("cmake", "-S", _ROOT / "ffi", "-B", folder, *options)
@@ -50,20 +50,25 @@ def build(tmp_path_factory):
 def test_its_own_tests_pass(build):
     text = _run("ctest", "--test-dir", build, "--output-on-failure", "--no-tests=error")
     assert "c_abi_test" in text and "fuzz_test" in text
+    if pathlib.Path("/usr/include/gtest/gtest.h").exists():
+        assert "golden_test" in text
+
+
+def _assert_exports_the_header(library):
+    names, version = _declared()
+    assert {"ddtree_tree_build_cpu", "ddtree_tree_build_cuda", "ddtree_error_string"} <= names
+    node = f"DDTREE_{version}"
+    # The version itself is listed as a symbol.
+    assert _exported(library) == {(name, node) for name in names} | {(node, "")}
 
 
 def test_it_exports_what_the_header_declares(build):
-    names, version = _declared()
-    assert {"ddtree_tree_build_cpu", "ddtree_tree_build_cuda", "ddtree_version"} <= names
-    node = f"DDTREE_{version}"
-    # The version itself is listed as a symbol.
-    want = {(name, node) for name in names} | {(node, "")}
-    assert _exported(build / "libddtree.so") == want
+    _assert_exports_the_header(build / "libddtree.so")
 
 
-def test_the_installed_one_exports_the_same(build):
+def test_the_installed_one_exports_the_same():
     (installed,) = _installed("libddtree.so")
-    assert _exported(installed) == _exported(build / "libddtree.so")
+    _assert_exports_the_header(installed)
 
 
 def test_a_c_program_links_to_what_is_installed(tmp_path):

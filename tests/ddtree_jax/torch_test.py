@@ -1,9 +1,7 @@
 """The torch bridge on the CPU: equal to the JAX primitives bit for bit, without JAX, and clear about bad tensors."""
 
-import ctypes
 import os
 import pathlib
-import re
 import subprocess
 import sys
 
@@ -254,29 +252,9 @@ def test_an_error_of_the_library_is_raised_with_its_text():
         _clib.check("tree_build", 4)
 
 
-def test_blocks_are_those_of_the_header(request):
-    """Names, order, types and sizes; the compiler lays a block out as ctypes does."""
-    text = (request.config.rootpath / "ffi" / "ddtree.h").read_text()
-    kinds = {
-        "size_t": ctypes.c_size_t,
-        "int64_t": ctypes.c_int64,
-        "int32_t": ctypes.c_int32,
-        "float": ctypes.c_float,
-    }
-    assert re.search(r"DDTREE_ABI_VERSION = (\d+)", text)[1] == str(_clib.ABI_VERSION)
-    found = {}
-    for name, body in re.findall(r"typedef struct ddtree_(\w+)_args \{\n(.*?)\n\}", text, re.S):
-        fields = [("abi_version", ctypes.c_uint32)]
-        for line in body.splitlines()[1:]:
-            kind, names = re.match(r"\s*(?:const )?(\w+)\s*(.*?);", line).groups()
-            for field in names.split(","):
-                pointer = "*" in line.split(";")[0]
-                fields.append((field.strip(" *"), ctypes.c_void_p if pointer else kinds[kind]))
-        found[name] = fields
-    assert found == {name: block._fields_ for name, block in _clib.BLOCKS.items()}
-    limits = dict(re.findall(r"DDTREE_(MAX_\w+) = (\d+)", text))
-    assert (
-        bridge.MAX_BUDGET == int(limits["MAX_NODES"]) - 1 == _clib.library().ddtree_max_nodes() - 1
-    )
-    assert bridge.MAX_CANDIDATES == int(limits["MAX_CANDIDATES"])
-    assert bridge.MAX_DEPTH == int(limits["MAX_DEPTH"])
+def test_limits_are_those_of_the_primitives():
+    from ddtree_jax import tree
+
+    assert bridge.MAX_BUDGET == tree.MAX_BUDGET == _clib.library().ddtree_max_nodes() - 1
+    assert bridge.MAX_CANDIDATES == tree.MAX_CANDIDATES
+    assert bridge.MAX_DEPTH == tree.MAX_DEPTH

@@ -93,8 +93,7 @@ inline bool Sound(const ddtree_expert_mlp_args& a) {
          Countable(8, {a.tokens, a.top_k, i}) && Array(a.x, bytes, {a.tokens, d}) && Array(a.out, bytes, {a.tokens, d}) &&
          Array(a.expert_ids, 4, {a.tokens, a.top_k}) && Array(a.expert_weights, 4, {a.tokens, a.top_k}) &&
          Array(a.gate_up, 4, {a.experts, 2, i, d / 8}) && Array(a.gate_up_scale, 2, {a.experts, 2, i, d / 32}) &&
-         Array(a.down, 4, {a.experts, d, i / 8}) && Array(a.down_scale, 2, {a.experts, d, i / 32}) &&
-         Array(a.partial, 4, {a.tokens, a.top_k, d});
+         Array(a.down, 4, {a.experts, d, i / 8}) && Array(a.down_scale, 2, {a.experts, d, i / 32});
 }
 
 // A ddtree_status for a block, and for a share of it on the CPU.

@@ -223,11 +223,15 @@ void Weigh(const ddtree_expert_mlp_args& a) {
   }
 }
 
+// The scratch is this device's own.
+bool HasPartial(const ddtree_expert_mlp_args& a) { return Array(a.partial, 4, {a.tokens, a.top_k, a.hidden}); }
+
 }  // namespace
 }  // namespace ddtree
 
 int ddtree_expert_mlp_cpu(const ddtree_expert_mlp_args* a, int64_t task, int64_t tasks) {
   if (const int status = ddtree::Check(a, task, tasks); status != DDTREE_OK) return status;
+  if (!ddtree::HasPartial(*a)) return DDTREE_INVALID_ARGUMENT;
   // Grows to the largest call's size and stays: one per pool thread.
   static thread_local ddtree::Scratch scratch;
   try {
@@ -242,6 +246,7 @@ int ddtree_expert_mlp_cpu(const ddtree_expert_mlp_args* a, int64_t task, int64_t
 
 int ddtree_expert_mlp_sum_cpu(const ddtree_expert_mlp_args* a) {
   if (const int status = ddtree::Check(a); status != DDTREE_OK) return status;
+  if (!ddtree::HasPartial(*a)) return DDTREE_INVALID_ARGUMENT;
   (a->dtype == DDTREE_BF16 ? ddtree::Weigh<uint16_t> : ddtree::Weigh<float>)(*a);
   return DDTREE_OK;
 }

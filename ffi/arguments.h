@@ -68,7 +68,8 @@ inline bool Sound(const ddtree_verify_attn_args& a) {
 inline bool Sound(const ddtree_append_latents_args& a) {
   const int64_t bytes = DtypeBytes(a.dtype);
   return a.width >= 1 && Array(a.cache, bytes, {a.layers, a.batch, a.rows, a.width}) &&
-         Array(a.latents, bytes, {a.batch, a.nodes, a.width}) && Array(a.lengths, 4, {a.batch}) && Array(a.layer, 4, {});
+         Array(a.latents, bytes, {a.batch, a.nodes, a.width}) && Array(a.lengths, 4, {a.batch}) &&
+         Array(a.layer, 4, {});
 }
 
 inline bool Sound(const ddtree_tree_accept_args& a) {
@@ -90,7 +91,8 @@ inline bool Sound(const ddtree_commit_path_args& a) {
 inline bool Sound(const ddtree_expert_mlp_args& a) {
   const int64_t bytes = DtypeBytes(a.dtype), d = a.hidden, i = a.inner;
   return d % 32 == 0 && i % 32 == 0 && Countable(16, {d}) && Countable(16, {i}) &&
-         Countable(8, {a.tokens, a.top_k, i}) && Array(a.x, bytes, {a.tokens, d}) && Array(a.out, bytes, {a.tokens, d}) &&
+         Countable(8, {a.tokens, a.top_k, i}) && Array(a.x, bytes, {a.tokens, d}) &&
+         Array(a.out, bytes, {a.tokens, d}) &&
          Array(a.expert_ids, 4, {a.tokens, a.top_k}) && Array(a.expert_weights, 4, {a.tokens, a.top_k}) &&
          Array(a.gate_up, 4, {a.experts, 2, i, d / 8}) && Array(a.gate_up_scale, 2, {a.experts, 2, i, d / 32}) &&
          Array(a.down, 4, {a.experts, d, i / 8}) && Array(a.down_scale, 2, {a.experts, d, i / 32});

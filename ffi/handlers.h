@@ -1,8 +1,8 @@
 // What the CPU and the CUDA handlers share: XLA buffers checked and laid into the argument blocks of the C ABI.
 //
-// Shapes and dtypes are checked in Python when a program is traced; that they fit each other is checked here again because
-// a custom call can be made without that Python. Sizes are left to the C ABI. What depends on the data is never an error: a failed call would already have
-// consumed the buffers donated to it.
+// Shapes and dtypes are checked in Python when a program is traced; that they fit each other is checked here again
+// because a custom call can be made without that Python. Whether a kernel serves the sizes is left to the C ABI. What
+// depends on the data is never an error: a failed call would already have consumed the buffers donated to it.
 #ifndef DDTREE_FFI_HANDLERS_H_
 #define DDTREE_FFI_HANDLERS_H_
 

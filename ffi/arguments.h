@@ -98,7 +98,7 @@ inline bool Sound(const ddtree_expert_mlp_args& a) {
          Array(a.down, 4, {a.experts, d, i / 8}) && Array(a.down_scale, 2, {a.experts, d, i / 32});
 }
 
-// A ddtree_status for a block, and for a share of it on the CPU.
+// A ddtree_status for a block, and for a share of it on the CPU: few enough that stepping by `tasks` cannot overflow.
 template <typename Args>
 int Check(const Args* args) {
   if (args == nullptr) return DDTREE_INVALID_ARGUMENT;
@@ -107,7 +107,7 @@ int Check(const Args* args) {
 }
 template <typename Args>
 int Check(const Args* args, int64_t task, int64_t tasks) {
-  return task < 0 || task >= tasks ? DDTREE_INVALID_ARGUMENT : Check(args);
+  return Between(1, tasks, INT32_MAX) && Between(0, task, tasks - 1) ? Check(args) : DDTREE_INVALID_ARGUMENT;
 }
 
 }  // namespace ddtree

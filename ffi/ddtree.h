@@ -13,7 +13,7 @@
 //   *_cuda(args, stream)       enqueues on `stream` (a cudaStream_t) and returns. DDTREE_NO_CUDA where the library was
 //                              built without CUDA.
 //   *_cpu(args, task, tasks)   does share `task` of `tasks` equal shares; call it for every task in 0..tasks-1, in any
-//                              order and on any threads. (args, 0, 1) does all of it.
+//                              order and on any threads. (args, 0, 1) does all of it. At most INT32_MAX tasks.
 //   *_workspace(...)           bytes of scratch that the CUDA entry point needs, aligned to 16; its contents need no
 //                              initialisation. 0 for sizes that are refused, and where the library has no CUDA.
 //

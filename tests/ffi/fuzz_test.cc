@@ -3,15 +3,15 @@
 // every step outside.
 //
 //   fuzz_test [seed [seconds]]
+#include <algorithm>
 #include <chrono>
-#include <cmath>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
-#include <functional>
 #include <memory>
 #include <random>
 #include <string>
+#include <type_traits>
 #include <vector>
 
 #include "ffi/ddtree.h"
@@ -35,6 +35,11 @@ struct Pointer {
   int64_t element;
 };
 
+template <typename Args, typename = void>
+struct HasDtype : std::false_type {};
+template <typename Args>
+struct HasDtype<Args, std::void_t<decltype(Args::dtype)>> : std::true_type {};
+
 // A block, its arrays, and where its sizes are.
 template <typename Args>
 struct Call {
@@ -43,7 +48,6 @@ struct Call {
   Args args{};
   std::vector<std::unique_ptr<Pointer>> pointers;
   std::vector<int64_t Args::*> sizes;
-  bool has_dtype = true;
 
   // Random bits, mostly of numbers and indices that mean something.
   template <typename T>
@@ -84,8 +88,9 @@ struct Call {
   void AllRefused() {
     constexpr int64_t kMost = INT64_MAX, kLeast = INT64_MIN, kHuge = int64_t{1} << 62;
     Refused(nullptr, 0, 1, "no block", DDTREE_INVALID_ARGUMENT);
-    for (const auto& [task, tasks] : {std::pair<int64_t, int64_t>{0, 0}, {-1, 1}, {1, 1}, {0, -1}, {kLeast, kMost}}) {
-      Refused(&args, task, tasks, "a share outside its number", DDTREE_INVALID_ARGUMENT);
+    const std::pair<int64_t, int64_t> shares[] = {{0, 0}, {-1, 1}, {1, 1}, {0, -1}, {kLeast, kMost}, {1, kMost}};
+    for (const auto& [task, tasks] : shares) {
+      Refused(&args, task, tasks, "a share that there is not", DDTREE_INVALID_ARGUMENT);
     }
     for (const uint32_t version : {0u, DDTREE_ABI_VERSION + 1u, ~0u}) {
       Args bad = args;
@@ -113,11 +118,11 @@ struct Call {
     // Anything at all, under the right version.
     for (int i = 0; i < 8; ++i) {
       Args bad;
-      for (size_t byte = 0; byte < sizeof bad; ++byte) reinterpret_cast<char*>(&bad)[byte] = static_cast<char>(generator());
+      for (size_t at = 0; at < sizeof bad; ++at) reinterpret_cast<char*>(&bad)[at] = static_cast<char>(generator());
       bad.abi_version = DDTREE_ABI_VERSION;
       Refused(&bad, 0, 1, "random bits", DDTREE_INVALID_ARGUMENT);
     }
-    if constexpr (requires_dtype<Args>::value) {
+    if constexpr (HasDtype<Args>::value) {
       for (const int32_t tag : {-1, 2, INT32_MAX, INT32_MIN}) {
         Args bad = args;
         bad.dtype = tag;
@@ -133,16 +138,7 @@ struct Call {
     }
   }
 
-  template <typename T>
-  struct requires_dtype {
-    template <typename U>
-    static auto Has(int) -> decltype(U::dtype, std::true_type{});
-    template <typename U>
-    static std::false_type Has(...);
-    static constexpr bool value = decltype(Has<T>(0))::value;
-  };
-
-  // Every value of a size that is one too far, and why.
+  // A value of a size that is one too far.
   void Limit(int64_t Args::*size, int64_t value, const char* why) {
     Args bad = args;
     bad.*size = value;
@@ -308,7 +304,7 @@ int main(int argc, char** argv) {
   const auto start = std::chrono::steady_clock::now();
   int rounds = 0;
   do {
-    for (const auto kernel : {DraftTopk, TreeBuild, VerifyAttn, AppendLatents, TreeAccept, CommitPath, ExpertMlp}) kernel();
+    DraftTopk(), TreeBuild(), VerifyAttn(), AppendLatents(), TreeAccept(), CommitPath(), ExpertMlp();
     ++rounds;
   } while (std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count() < seconds);
   std::printf("%d rounds of every kernel\n", rounds);

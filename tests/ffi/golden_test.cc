@@ -1,5 +1,5 @@
-// The kernels against the golden vectors of tests/ffi/golden.py, on the CPU and, where it was built for it and finds one,
-// on a CUDA device. Integers must be equal, floats close. $DDTREE_GOLDEN is the vectors' folder.
+// The kernels against the golden vectors of tests/ffi/golden.py, on the CPU and, where it was built for one and finds
+// it, on a CUDA device. Integers must be equal, floats close. $DDTREE_GOLDEN is the vectors' folder.
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -56,8 +56,9 @@ using Devices = ::testing::Types<Cpu>;
 #endif
 
 std::map<std::string, Tensor> Case(const std::string& name) {
-  const char* folder = std::getenv("DDTREE_GOLDEN");
-  return ReadSafetensors(std::string(folder == nullptr ? "tests/data/golden_kernels" : folder) + "/" + name + ".safetensors");
+  const char* named = std::getenv("DDTREE_GOLDEN");
+  const std::string folder = named == nullptr ? "tests/data/golden_kernels" : named;
+  return ReadSafetensors(folder + "/" + name + ".safetensors");
 }
 
 float Widen(uint16_t bf16) {

@@ -8,6 +8,7 @@
 #include <iterator>
 #include <map>
 #include <regex>
+#include <sstream>
 #include <stdexcept>
 #include <string>
 #include <vector>
@@ -24,7 +25,7 @@ struct Tensor {
   }
   template <typename T>
   std::vector<T> As() const {
-    if (bytes.size() != Count() * sizeof(T)) throw std::runtime_error("a tensor of " + dtype + " is read as another type");
+    if (bytes.size() != Count() * sizeof(T)) throw std::runtime_error(dtype + " is read as another type");
     std::vector<T> values(Count());
     std::memcpy(values.data(), bytes.data(), bytes.size());
     return values;
@@ -45,10 +46,8 @@ inline std::map<std::string, Tensor> ReadSafetensors(const std::string& path) {
   for (std::sregex_iterator match(header.begin(), header.end(), entry), end; match != end; ++match) {
     Tensor& tensor = tensors[(*match)[1]];
     tensor.dtype = (*match)[2];
-    const std::string sizes = (*match)[3];
-    for (size_t at = 0; at < sizes.size(); at = sizes.find(',', at) == std::string::npos ? sizes.size() : sizes.find(',', at) + 1) {
-      tensor.shape.push_back(std::stoll(sizes.substr(at)));
-    }
+    std::istringstream sizes((*match)[3]);
+    for (std::string size; std::getline(sizes, size, ',');) tensor.shape.push_back(std::stoll(size));
     const size_t first = std::stoull((*match)[4]), last = std::stoull((*match)[5]);
     if (first > last || last > all.size() - 8 - length) throw std::runtime_error("a tensor lies outside of " + path);
     tensor.bytes.assign(all.begin() + 8 + length + first, all.begin() + 8 + length + last);

@@ -164,8 +164,7 @@ __device__ int run_heap(Shared<kSlots>& shared, int depth, int columns, int limi
     free -= !on_spine;
     if (free < 0) break;
     tip = on_spine ? n : tip, tip_depth = on_spine ? node.depth() : tip_depth;
-    // All lanes have the same to write.
-    shared.weight[n] = node_weight, shared.info[n] = node.bits, shared.parent[n] = parent;
+    if (lane == 0) shared.weight[n] = node_weight, shared.info[n] = node.bits, shared.parent[n] = parent;
     // The parent's slot moves on to the sibling, and slot n opens with the child.
     const int child_depth = min(node.depth() + 1, depth), after = node.rank() + 2;
     more = after < columns, more_children = child != 0 && columns > 1;

@@ -38,7 +38,7 @@ _FIELDS = {
         *_WORKSPACE,
         (_SIZE, "layers batch rows nodes heads"),
         (_FLOAT, "scale"),
-        (_INT, "dtype"),
+        (_INT, "dtype path"),
     ],
     "append_latents": [
         (_POINTER, "cache latents lengths layer"),

@@ -51,6 +51,16 @@ def tensor(
     return value
 
 
+def aligned(name: str, value: torch.Tensor, size: int) -> None:
+    """Checks that a tensor starts at a multiple of `size` bytes; a slice may not.
+
+    Raises:
+      ValueError: it does not.
+    """
+    if value.data_ptr() % size:
+        raise ValueError(f"{name} must start at a multiple of {size} bytes: call .clone() on it")
+
+
 def between(name: str, value, low: int, high: int) -> int:
     """`value` if it is an int in low .. high.
 

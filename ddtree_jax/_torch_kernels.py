@@ -8,7 +8,7 @@ import dataclasses
 import torch
 
 from ddtree_jax import _clib
-from ddtree_jax._torch_checks import INT32_MAX, between, layer_index, rows, tensor
+from ddtree_jax._torch_checks import INT32_MAX, aligned, between, layer_index, rows, tensor
 
 MAX_BUDGET = 256  # draft nodes a tree, root excluded
 MAX_CANDIDATES = 256  # candidates a position
@@ -193,6 +193,9 @@ def verify_attn(
     words = (batch, nodes, -(-nodes // 32))
     tensor("tree.ancestors", tree.ancestors, words, (torch.int32, torch.uint32), query)
     tensor("tree.num_nodes", tree.num_nodes, (batch,), torch.int32, query)
+    if query.is_cuda:
+        aligned("query", query, 16)
+        aligned("cache", cache, 16)
     layers, _, length, _ = cache.shape
     index = layer_index(layer, layers, query)
     out = _empty(query, query.dtype, batch, nodes, heads, _LATENT_DIM)

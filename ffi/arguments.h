@@ -58,6 +58,7 @@ inline bool Sound(const ddtree_tree_build_args& a) {
 inline bool Sound(const ddtree_verify_attn_args& a) {
   const int64_t bytes = DtypeBytes(a.dtype);
   return a.layers >= 1 && Between(1, a.nodes, DDTREE_MAX_NODES) && a.nodes <= a.rows && a.heads >= 1 &&
+         Between(DDTREE_PATH_AUTO, a.path, DDTREE_PATH_HOPPER) &&
          Array(a.query, bytes, {a.batch, a.nodes, a.heads, DDTREE_ROW_DIM}) &&
          Array(a.out, bytes, {a.batch, a.nodes, a.heads, DDTREE_LATENT_DIM}) &&
          Array(a.cache, bytes, {a.layers, a.batch, a.rows, DDTREE_ROW_DIM}) &&

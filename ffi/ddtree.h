@@ -53,6 +53,13 @@ enum {
 
 typedef enum { DDTREE_F32 = 0, DDTREE_BF16 = 1 } ddtree_dtype;
 
+// Which of verify_attn's CUDA kernels runs. float32 has one kernel, whatever the path.
+typedef enum {
+  DDTREE_PATH_AUTO = 0,
+  DDTREE_PATH_PORTABLE = 1,  // sm_80 and up
+  DDTREE_PATH_HOPPER = 2,    // sm_90a alone
+} ddtree_path;
+
 typedef enum {
   DDTREE_OK = 0,
   DDTREE_INVALID_ARGUMENT = 1,  // a size, dtype or null pointer that the kernel cannot serve
@@ -118,7 +125,7 @@ int ddtree_tree_build_cuda(const ddtree_tree_build_args* args, void* stream);
 // row past num_nodes[b] sees only its own row. NaN or inf stays inside its own request.
 typedef struct ddtree_verify_attn_args {
   DDTREE_ARGS_VERSION;
-  const void* query;          // [B, N, H, 576] of `dtype`
+  const void* query;          // [B, N, H, 576] of `dtype`; on CUDA this, `cache` and `out` are aligned to 16 bytes
   const void* cache;          // [layers, B, S, 576] of `dtype`, the tree's rows at lengths[b] .. lengths[b] + N - 1
   const uint32_t* ancestors;  // [B, N, W]
   const int32_t* lengths;     // [B], clamped to 0 .. S - N
@@ -130,6 +137,7 @@ typedef struct ddtree_verify_attn_args {
   int64_t layers, batch, rows, nodes, heads;  // rows = S
   float scale;
   int32_t dtype;
+  int32_t path;  // a ddtree_path; CUDA only
 } ddtree_verify_attn_args;
 size_t ddtree_verify_attn_workspace(int64_t batch, int64_t rows, int64_t nodes, int64_t heads, int32_t dtype);
 int ddtree_verify_attn_cpu(const ddtree_verify_attn_args* args, int64_t task, int64_t tasks);

@@ -26,6 +26,7 @@ CUDA_SRCS = [
     "cuda/tree_accept.cu",
     "cuda/tree_build.cu",
     "cuda/verify_attn.cu",
+    "cuda/verify_attn_hopper.cu",
 ]
 
 # Stands in for CUDA_SRCS in a C library without CUDA.

@@ -214,6 +214,11 @@ void VerifyAttn() {
   call.Limit(&Args::nodes, a.rows + 1, "more nodes than cache rows");
   call.Limit(&Args::heads, 0, "no heads");
   call.Limit(&Args::layers, 0, "no layers");
+  for (const int32_t path : {-1, 3}) {
+    Args bad = a;
+    bad.path = path;
+    call.Refused(&bad, 0, 1, "an unknown path", DDTREE_INVALID_ARGUMENT);
+  }
 }
 
 void AppendLatents() {

@@ -9,6 +9,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+import primitive_checks as jax_checks  # noqa: E402
 import sglang_oracle as oracle  # noqa: E402
 import torch_checks as checks  # noqa: E402
 
@@ -171,6 +172,17 @@ def test_devices_must_agree():
         ValueError, match="token_ids must be on cuda:0 like the other tensors, not on cpu"
     ):
         bridge.tree_build(log_probs, token_ids, roots, budget=2)
+
+
+def test_a_slice_between_words_is_refused():
+    held = torch.zeros(3 * 576 + 1, dtype=torch.bfloat16, device="cuda")
+    query, cache = held[: 2 * 576].view(1, 2, 1, 576), held[1 : 3 * 576 + 1].view(1, 1, 3, 576)
+    lengths = torch.zeros(1, dtype=torch.int32, device="cuda")
+    tree = checks.tree_to_torch(
+        jax_checks.random_tree(np.random.default_rng(0), 1, budget=1, depth=1), "cuda"
+    )
+    with pytest.raises(ValueError, match="cache must start at a multiple of 16 bytes: call .clone"):
+        bridge.verify_attn(query, cache, lengths, tree, scale=1.0, layer=0)
 
 
 def test_expert_mlp_says_where_it_runs():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from flax import nnx
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from .layout import Path
 
@@ -45,14 +45,14 @@ class ShardingRules:
     inner: str | None = "model"
     experts: str | None = "model"
 
-    def shardings(self, target: nnx.Module, mesh: Mesh) -> dict[Path, NamedSharding]:
+    def shardings(self, target: nnx.Module, mesh: Mesh | AbstractMesh) -> dict[Path, NamedSharding]:
         """The sharding of every parameter of a target, by its path.
 
         Raises:
           ValueError: the mesh has an axis that is not `Auto`, lacks one that the rules name, or a
             parameter's axis is not a multiple of it.
         """
-        if not isinstance(mesh, Mesh):
+        if not isinstance(mesh, Mesh | AbstractMesh):
             raise ValueError(f"mesh must be a jax.sharding.Mesh, not a {type(mesh).__name__}")
         if any(kind != AxisType.Auto for kind in mesh.axis_types):
             raise ValueError(

@@ -1,20 +1,16 @@
 """Weights in fp8 blocks: the arithmetic against torch's, and folders in which something is wrong."""
 
-import json
-import pathlib
-
 import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+from fp8_folder import random_tensors, write
 from published_configs import FP8, toy
 from tiny_models import TARGET
 
-from ddtree_jax.models import KimiK26, KimiK26Config, fp8, load_target, save_target
+from ddtree_jax.models import KimiK26Config, fp8, load_target, save_target
 from ddtree_jax.models.footprint import footprint
-from ddtree_jax.models.layout import target_rules
-from ddtree_jax.models.tensors import DTYPES
 
 torch = pytest.importorskip("torch", reason="torch is not installed: no outside reference")
 _WEIGHT = "model.layers.1.self_attn.kv_a_proj_with_mqa.weight"
@@ -57,38 +53,21 @@ def test_quantize_rounds_to_the_nearest_value(rng):
     assert np.all(error <= np.abs(weight) * 2**-4 * 1.001 + scales.max() * 2**-10 * 1.001)
 
 
-@pytest.fixture(scope="module")
-def tensors():
-    """config.json and random tensors of a small K2-Instruct of two layers, as torch holds them."""
+@pytest.fixture
+def made(rng):
+    """config.json and random tensors of a small K2-Instruct of two layers."""
     config = {**toy("K2-Instruct"), "num_hidden_layers": 2}
-    parsed = KimiK26Config.from_json(config)
-    rng = np.random.default_rng()
-    made = {}
-    for rule in target_rules(jax.eval_shape(lambda: KimiK26(parsed))):
-        for source in rule.sources:
-            scales = [source.block_scales] if source.in_blocks(source.dtypes[0]) else []
-            for one in (source, *scales):
-                array = rng.uniform(0.01, 0.02, one.shape).astype(DTYPES[one.dtypes[0]])
-                kind = {"BF16": torch.bfloat16, "F8_E4M3": torch.float8_e4m3fn}.get(one.dtypes[0])
-                made[one.name] = torch.as_tensor(array.astype(np.float32)).to(kind or torch.float32)
-    return config, made
+    return config, random_tensors(rng, config)
 
 
-def _write(folder: pathlib.Path, config, tensors):
-    from safetensors.torch import save_file
-
-    (folder / "config.json").write_text(json.dumps(config))
-    save_file(tensors, folder / "model.safetensors")
-
-
-def test_what_is_loaded_and_how_it_is_held(tensors, tmp_path):
-    config, made = tensors
-    _write(tmp_path, config, made)
+def test_what_is_loaded_and_how_it_is_held(made, tmp_path):
+    config, tensors = made
+    write(tmp_path, config, tensors)
     target = load_target(tmp_path)
     layer = target.layers[1]
     assert target.config.experts == "fp8" and target.dtype == jnp.bfloat16
-    scales = made[f"{_WEIGHT}_scale_inv"].numpy()
-    codes = made[_WEIGHT].view(torch.uint8).numpy().view(ml_dtypes.float8_e4m3fn)
+    scales = tensors[f"{_WEIGHT}_scale_inv"]
+    codes = tensors[_WEIGHT]
     got = layer.self_attn.kv_a_proj_with_mqa.kernel
     np.testing.assert_array_equal(got, _by_torch(codes, scales).T.astype(ml_dtypes.bfloat16))
     experts = layer.mlp.experts
@@ -98,16 +77,18 @@ def test_what_is_loaded_and_how_it_is_held(tensors, tmp_path):
         160,
     )
     assert experts.gate_up_scale_inv.shape == (6, 4, 2)
-    scales = made[f"{_EXPERT}_scale_inv"].numpy()
-    codes = made[_EXPERT].view(torch.uint8).numpy().view(ml_dtypes.float8_e4m3fn)
+    scales = tensors[f"{_EXPERT}_scale_inv"]
+    codes = tensors[_EXPERT]
     np.testing.assert_array_equal(
         experts.weights(3, jnp.float32)[0][160:], _by_torch(codes, scales)
     )
     # A linear layer may be left out of the quantization.
-    plain = {n: t for n, t in made.items() if n != f"{_WEIGHT}_scale_inv"}
-    _write(tmp_path, config, {**plain, _WEIGHT: made[_WEIGHT].to(torch.bfloat16)})
+    plain = {n: t for n, t in tensors.items() if n != f"{_WEIGHT}_scale_inv"}
+    write(tmp_path, config, {**plain, _WEIGHT: tensors[_WEIGHT].astype(ml_dtypes.bfloat16)})
     got = load_target(tmp_path).layers[1].self_attn.kv_a_proj_with_mqa.kernel
-    np.testing.assert_array_equal(np.asarray(got, np.float32), made[_WEIGHT].float().numpy().T)
+    np.testing.assert_array_equal(
+        np.asarray(got, np.float32), tensors[_WEIGHT].astype(np.float32).T
+    )
     size = footprint(tmp_path)
     assert size.experts + size.rest == sum(x.nbytes for x in jax.tree.leaves(target))
     with pytest.raises(ValueError, match="experts in fp8 are not written in int4"):
@@ -119,34 +100,37 @@ def test_what_is_loaded_and_how_it_is_held(tensors, tmp_path):
     "change, message",
     [
         (lambda s: None, "weight_scale_inv' is missing"),
-        (lambda s: s[:-1].clone(), r"weight_scale_inv' has shape \(\d, 2\).*makes it \(\d, 2\)"),
-        (lambda s: s.to(torch.bfloat16), "weight_scale_inv' is BF16, but supported here is F32"),
-        (lambda s: s.fill_(torch.nan), "weight_scale_inv' holds NaN or inf"),
-        (lambda s: s.fill_(torch.inf), "weight_scale_inv' holds NaN or inf"),
+        (lambda s: s[:-1].copy(), r"weight_scale_inv' has shape \(\d, 2\).*makes it \(\d, 2\)"),
+        (
+            lambda s: s.astype(ml_dtypes.bfloat16),
+            "weight_scale_inv' is BF16, but supported here is F32",
+        ),
+        (lambda s: np.full_like(s, np.nan), "weight_scale_inv' holds NaN or inf"),
+        (lambda s: np.full_like(s, np.inf), "weight_scale_inv' holds NaN or inf"),
     ],
 )
-def test_scales_that_do_not_fit_are_named(tensors, tmp_path, name, change, message):
-    config, made = tensors
-    scales = change(made[f"{name}_scale_inv"].clone())
-    changed = {n: t for n, t in made.items() if n != f"{name}_scale_inv"}
+def test_scales_that_do_not_fit_are_named(made, tmp_path, name, change, message):
+    config, tensors = made
+    scales = change(tensors[f"{name}_scale_inv"])
+    changed = {n: t for n, t in tensors.items() if n != f"{name}_scale_inv"}
     if scales is not None:
         changed[f"{name}_scale_inv"] = scales
-    _write(tmp_path, config, changed)
+    write(tmp_path, config, changed)
     with pytest.raises(ValueError, match=message) as error:
         load_target(tmp_path)
     assert name in str(error.value) and str(tmp_path) in str(error.value)
 
 
-def test_weights_that_do_not_fit_are_named(tensors, tmp_path):
-    config, made = tensors
-    _write(tmp_path, config, {**made, _EXPERT: made[_EXPERT].to(torch.bfloat16)})
+def test_weights_that_do_not_fit_are_named(made, tmp_path):
+    config, tensors = made
+    write(tmp_path, config, {**tensors, _EXPERT: tensors[_EXPERT].astype(ml_dtypes.bfloat16)})
     with pytest.raises(ValueError, match="up_proj.weight' is BF16, but supported here is F8_E4M3"):
         load_target(tmp_path)
-    _write(tmp_path, config, {**made, _WEIGHT: made[_WEIGHT].to(torch.bfloat16)})
+    write(tmp_path, config, {**tensors, _WEIGHT: tensors[_WEIGHT].astype(ml_dtypes.bfloat16)})
     with pytest.raises(ValueError, match="1 tensors have no place.*weight_scale_inv"):
         load_target(tmp_path)
     plain = {k: v for k, v in config.items() if k != "quantization_config"}
-    _write(tmp_path, plain, made)
+    write(tmp_path, plain, tensors)
     with pytest.raises(ValueError, match="is F8_E4M3, but supported here is BF16 or F32 or F16"):
         load_target(tmp_path)
 

@@ -168,14 +168,19 @@ def _fill(model: nnx.Module, rules: list[Rule], tensors: Tensors, shardings: dic
 
 def _put(array, dtype, sharding) -> jax.Array:
     """`array` on the device, or each device's part of it there; what no device here holds is not read."""
+
+    def read(index: tuple[slice, ...]) -> np.ndarray:
+        # A view of the file is copied: a CPU's array may lie where its source lies, and outlive the file.
+        return array[index].astype(dtype, order="C", copy=isinstance(array, np.ndarray))
+
     if sharding is None:
-        return jnp.array(array[(slice(None),) * len(array.shape)], dtype)
+        return jnp.asarray(read((slice(None),) * len(array.shape)))
     parts = {}  # Devices that hold the same share one reading.
 
     def part(index: tuple[slice, ...]) -> np.ndarray:
         key = tuple((one.start, one.stop) for one in index)
         if key not in parts:
-            parts[key] = np.array(array[index], dtype)
+            parts[key] = read(index)
         return parts[key]
 
     return jax.make_array_from_callback(array.shape, sharding, part)

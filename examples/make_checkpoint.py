@@ -33,7 +33,7 @@ _FP8_STD = 100.0  # of the numbers that stand for them, in a range of 448
 
 def main(argv):
     if len(argv) > 1:
-        raise app.UsageError(f"unexpected argument {argv[1]!r}")
+        sys.exit(f"error: unexpected argument {argv[1]!r}")
     logging.set_verbosity(logging.WARNING)
     try:
         _run()

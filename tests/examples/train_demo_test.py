@@ -36,6 +36,14 @@ import train_demo
 app.run(train_demo.main)
 """
 
+# Runs train_demo.py where nobody installed optax.
+_WITHOUT_OPTAX = """
+import importlib.util, runpy
+found = importlib.util.find_spec
+importlib.util.find_spec = lambda name, package=None: None if name == "optax" else found(name, package)
+runpy.run_path("train_demo.py", run_name="__main__")
+"""
+
 
 @pytest.fixture(scope="module")
 def demo():
@@ -103,6 +111,17 @@ def test_every_stage_at_toy_size(tmp_path):
     end = tokenizer.special_ids["[EOS]"]
     first = tokenizer.decode(learned[: int(np.argmax(learned == end))].tolist())
     assert first == (pathlib.Path(json.__file__).parents[1] / "email/__init__.py").read_text()
+
+
+def test_a_missing_extra_is_one_line():
+    done = subprocess.run(
+        [sys.executable, "-c", _WITHOUT_OPTAX],
+        cwd=_ROOT / "examples",
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode != 0
+    assert done.stderr.splitlines() == ["error: optax is missing: pip install -e '.[train]'"]
 
 
 def test_greedy_continuation_is_the_argmax_of_the_plain_pass(rng):

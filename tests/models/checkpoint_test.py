@@ -118,6 +118,29 @@ def test_shards_prefixes_and_tensors_of_other_parts(saved):
             load_target(source)
 
 
+@pytest.mark.parametrize(
+    "model, head",
+    [
+        ("model.", "lm_head."),
+        ("model.language_model.", "lm_head."),
+        ("language_model.model.", "language_model.lm_head."),
+    ],
+)
+def test_the_prefixes_of_the_family(saved, model, head):
+    target, _, folder = saved
+
+    def rename(tensors):
+        for name in list(tensors):
+            short = name.removeprefix("language_model.")
+            new = short.replace("model.", model, 1) if short.startswith("model.") else None
+            tensors[new or short.replace("lm_head.", head, 1)] = tensors.pop(name)
+
+    _edit(folder / "target", rename)
+    loaded = _leaves(load_target(folder / "target"))
+    for name, array in _leaves(target).items():
+        np.testing.assert_array_equal(loaded[name], array, err_msg=name)
+
+
 @pytest.mark.parametrize("stacked", [False, True])
 def test_a_flat_float_folder(rng, tmp_path, stacked):
     target = random_target(rng)

@@ -46,8 +46,16 @@ def test_chunked_prefill_equals_forward(rng, chunk):
         np.testing.assert_allclose(hidden[b, :length], want[b, :length], rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("experts", ["float", "int4"])
-@pytest.mark.parametrize("changes", [{}, {"q_lora_rank": None, "n_shared_experts": 0}])
+@pytest.mark.parametrize(
+    "experts, changes",
+    [
+        ("float", {}),
+        ("fp8", {}),
+        ("int4", {}),
+        ("float", {"q_lora_rank": None, "n_shared_experts": 0}),
+        ("int4", {"q_lora_rank": None, "n_shared_experts": 0}),
+    ],
+)
 def test_node_logits_equal_the_ancestor_path_alone(rng, experts, changes):
     target = random_target(rng, experts=experts, **changes)
     batch, nodes = 2, 14

@@ -15,6 +15,7 @@ from safetensors.numpy import load_file, save_file
 from tiny_models import random_target
 
 from ddtree_jax.models import load_target, save_target
+from ddtree_jax.models.layout import target_rules
 from ddtree_jax.models.tensors import Tensors
 
 _EXAMPLES = pathlib.Path(__file__).parents[2] / "examples"
@@ -79,6 +80,27 @@ def test_beside_the_weights_there_is_one_layer_at_most(tmp_path):
     print(measured)
     assert measured["held"] > 3.9 * measured["layer"]
     assert measured["beside"] < 1.5 * measured["layer"]
+
+
+def test_only_the_experts_that_are_asked_for_are_read(rng):
+    """What a process of an expert-parallel mesh does."""
+    target = random_target(rng, experts="int4")
+    whole = np.asarray(target.layers[1].mlp.experts.gate_up_packed[...])
+    path = ("layers", 1, "mlp", "experts", "gate_up_packed")
+    (rule,) = (rule for rule in target_rules(target) if rule.paths == (path,))
+    matrices, read = rule.save([whole]), []
+
+    class Recorded(list):
+        def __getitem__(self, index):
+            read.append(rule.sources[index].name)
+            return super().__getitem__(index)
+
+    (stack,) = rule.load(Recorded(matrices))
+    assert stack.shape == whole.shape and read == []
+    got = stack[slice(2, 4), slice(None), slice(3, 8)]
+    np.testing.assert_array_equal(got, whole[2:4, :, 3:8])
+    prefix = "model.layers.1.mlp.experts"
+    assert read == [f"{prefix}.{e}.{m}_proj.weight_packed" for e in (2, 3) for m in ("gate", "up")]
 
 
 @pytest.fixture

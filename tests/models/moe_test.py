@@ -32,7 +32,7 @@ def _by_hand(x, ids, weights, experts):
     return out
 
 
-@pytest.mark.parametrize("kind", ["float", "int4"])
+@pytest.mark.parametrize("kind", ["float", "fp8", "int4"])
 @pytest.mark.parametrize("tokens", [1, 7])
 def test_expert_mlp(rng, kind, tokens):
     experts = _layer(rng, kind).experts

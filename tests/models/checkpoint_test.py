@@ -265,7 +265,7 @@ def test_a_drafter_of_another_target(saved, rng, changes, message):
 
 def test_arguments(saved):
     _, _, folder = saved
-    with pytest.raises(ValueError, match="sharding is not available yet"):
+    with pytest.raises(ValueError, match="mesh must be a jax.sharding.Mesh, not a object"):
         load_target(folder / "target", mesh=object())
     with pytest.raises(ValueError, match="must be 'float32' or 'bfloat16'"):
         load_target(folder / "target", dtype="float16")

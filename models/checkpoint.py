@@ -52,8 +52,9 @@ def load_target(
     Args:
       path: the folder.
       mesh: a `jax.sharding.Mesh` of `Auto` axes; each parameter goes to its sharding at once, and a
-        process reads what its own devices hold. `target(tokens, positions)` runs so; decoding does not
-        yet. None is one device.
+        process reads what its own devices hold. None is one device. `target(tokens, positions)` runs
+        so, but no kernel is split over a mesh yet: XLA gathers a layer's packed experts on every
+        device where they are called, and decoding over a mesh is not offered.
       dtype: "float32" or "bfloat16" for all other parameters; the checkpoint's own by default.
       rules: which axes of the parameters lie on which axis of the mesh.
 

@@ -334,7 +334,7 @@ _TARGET_BOUNDS = {
 
 
 def _experts(quantization: Any, where: str) -> str:
-    """ "fp8" or "int4", as a quantization_config of K2-Instruct, or of K2-Thinking, K2.5 and K2.6, says."""
+    """How K2-Instruct ("fp8"), or K2-Thinking, K2.5 and K2.6 ("int4"), say that experts are stored."""
     remedy = (
         "supported is compressed-tensors pack-quantized int4, symmetric, in groups of 32, "
         "and fp8 e4m3 in blocks of 128 x 128"

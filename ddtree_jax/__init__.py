@@ -2,6 +2,7 @@
 
 from ddtree_jax.accept import AcceptedPath, tree_accept
 from ddtree_jax.attention import verify_attn
+from ddtree_jax.budget import CostCurve
 from ddtree_jax.cache import append_latents, commit_path
 from ddtree_jax.config import DecodeConfig, FinishReason
 from ddtree_jax.decode import DecodeResult, DecodeState, ddtree_decode
@@ -12,6 +13,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "AcceptedPath",
+    "CostCurve",
     "DecodeConfig",
     "DecodeResult",
     "DecodeState",

@@ -25,6 +25,7 @@ import numpy as np
 
 from ddtree_jax import _checks, sampling
 from ddtree_jax.accept import AcceptedPath, tree_accept
+from ddtree_jax.budget import first_nodes, node_budgets
 from ddtree_jax.cache import commit_path
 from ddtree_jax.config import SEEDS, DecodeConfig, FinishReason
 from ddtree_jax.tree import DraftTree, chain_tree, draft_topk, tree_build
@@ -145,7 +146,7 @@ def ddtree_decode(
         def body(carry):
             rounds, state = carry
             tree = draft_tree(target, drafter, state, config)
-            return rounds + 1, verify_round(target, drafter, state, tree, config)[0]
+            return rounds + 1, _sized_round(target, drafter, state, tree, config)
 
         _, state = jax.lax.while_loop(running, body, (jnp.int32(0), state))
     return DecodeResult(
@@ -181,10 +182,46 @@ def draft_tree(target, drafter, state: DecodeState, config: DecodeConfig) -> Dra
             logits = drafter.draft(target, state.draft_cache, roots, state.lengths - 1)
             k = 1 if config.mode == "chain" else min(config.budget, target.vocab_size)
             log_probs, token_ids = draft_topk(logits, k)
+            budgets = None
+            if _is_sized(config):
+                best = tree_build(log_probs, token_ids, roots, budget=nodes - 1)
+                used = jnp.where(running, best.num_nodes, 0)
+                budgets = node_budgets(best.log_probs, used, config.cost_curve)
             tree = tree_build(
-                log_probs, token_ids, roots, budget=nodes - 1, keep_spine=config.keep_spine
+                log_probs,
+                token_ids,
+                roots,
+                budget=nodes - 1,
+                budgets=budgets,
+                keep_spine=config.keep_spine,
             )
         return dataclasses.replace(tree, num_nodes=jnp.where(running, tree.num_nodes, 0))
+
+
+def _is_sized(config: DecodeConfig) -> bool:
+    return config.mode == "ddtree" and config.cost_curve is not None
+
+
+def _sized_round(target, drafter, state: DecodeState, tree: DraftTree, config: DecodeConfig):
+    """`verify_round` in the smallest of the curve's passes that the trees fit."""
+    sizes = (tree.tokens.shape[1],)
+    if _is_sized(config):
+        sizes = config.cost_curve.sizes(*sizes)
+    if len(sizes) == 1:
+        return verify_round(target, drafter, state, first_nodes(tree, sizes[0]), config)[0]
+    # One loop of at most one turn for each size, and no `lax.switch`: XLA updates what a loop carries in place,
+    # but copies whole caches into and out of a conditional.
+    left = jnp.searchsorted(jnp.asarray(sizes, jnp.int32), jnp.max(tree.num_nodes)).astype(
+        jnp.int32
+    )
+    for i, size in enumerate(sizes):
+
+        def turn(carry, size=size):
+            cut = first_nodes(tree, size)
+            return jnp.int32(-1), verify_round(target, drafter, carry[1], cut, config)[0]
+
+        left, state = jax.lax.while_loop(lambda carry, i=i: carry[0] == i, turn, (left, state))
+    return state
 
 
 def verify_round(

@@ -1,7 +1,20 @@
 """config.json of the published K2.6 target (its text_config) and of its DFlash drafter."""
 
-from tiny_models import QUANTIZATION
-
+QUANTIZATION = {
+    "quant_method": "compressed-tensors",
+    "format": "pack-quantized",
+    "config_groups": {
+        "group_0": {
+            "weights": {
+                "num_bits": 4,
+                "type": "int",
+                "symmetric": True,
+                "strategy": "group",
+                "group_size": 32,
+            }
+        }
+    },
+}
 YARN = {
     "type": "yarn",
     "factor": 64.0,

@@ -20,6 +20,8 @@ import jax.numpy as jnp
 from ddtree_jax import _checks
 from ddtree_jax.tree import MAX_BUDGET, DraftTree
 
+_LONGEST_PAUSE = 16  # rounds: a draft now and then sees that the text has become easier
+
 
 @dataclasses.dataclass(frozen=True)
 class CostCurve:
@@ -91,7 +93,7 @@ class CostCurve:
         return tuple(n for n in self.nodes if n <= capacity)
 
 
-def node_budgets(log_probs, num_nodes, curve: CostCurve) -> jax.Array:
+def node_budgets(log_probs, num_nodes, curve: CostCurve) -> tuple[jax.Array, jax.Array]:
     """The budget of each request that makes the round's expected tokens a second the greatest.
 
     A request expects 1 + the sum of its nodes' probabilities; all requests share one pass, whose size is that
@@ -104,7 +106,8 @@ def node_budgets(log_probs, num_nodes, curve: CostCurve) -> jax.Array:
       curve: sizes above N are left out.
 
     Returns:
-      i32[B], draft nodes of each request, root excluded.
+      i32[B], draft nodes of each request, root excluded; and bool[], whether the round, drafting included,
+      promises more than a step of plain decoding without a draft.
 
     Raises:
       ValueError: another dtype or shape.
@@ -133,9 +136,36 @@ def node_budgets(log_probs, num_nodes, curve: CostCurve) -> jax.Array:
     tokens = jnp.sum(num_nodes > 0) + gain
     node_time = jnp.interp(1 + count / batch, jnp.asarray(curve.nodes, jnp.float32), verify - idle)
     time = curve.draft + idle[: len(sizes), None] + node_time
-    size, stop = jnp.divmod(jnp.argmax(tokens / time), count.shape[1])
+    rate = tokens / time
+    size, stop = jnp.divmod(jnp.argmax(rate), count.shape[1])
     taken = fits[size] & (jnp.arange(mass.size) < stop)
-    return jnp.zeros((batch,), jnp.int32).at[request].add(taken.astype(jnp.int32))
+    budgets = jnp.zeros((batch,), jnp.int32).at[request].add(taken.astype(jnp.int32))
+    return budgets, jnp.max(rate) > jnp.sum(num_nodes > 0) / verify[0]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Pause:
+    """Rounds without a draft after one that did not pay: 1, then twice as many each time, up to 16.
+
+    Attributes:
+      left: i32[], rounds to go before the next draft.
+      length: i32[], how long the last pause was; 0 when the last draft paid.
+    """
+
+    left: jax.Array
+    length: jax.Array
+
+    @classmethod
+    def none(cls) -> Pause:
+        return cls(jnp.int32(0), jnp.int32(0))
+
+    def after(self, pays: jax.Array) -> Pause:
+        """What follows a round; `pays` says how its draft did, if it had one."""
+        drafted = self.left == 0
+        longer = jnp.clip(2 * self.length, 1, _LONGEST_PAUSE)
+        length = jnp.where(drafted, jnp.where(pays, 0, longer), self.length)
+        return Pause(jnp.where(drafted, length, self.left - 1), length)
 
 
 def first_nodes(tree: DraftTree, nodes: int) -> DraftTree:

@@ -38,8 +38,8 @@ class DecodeConfig:
       keep_spine: keep the chain's path in the tree when `budget` has room for it, so that a tree
         never accepts less than the chain would.
       cost_curve: measured times of a round. With it mode "ddtree" gives each round the passes' size and each
-        request the nodes that promise the most tokens a second (`ddtree_jax.budget`), none where drafts do
-        not pay; `budget` still bounds them. None always verifies `budget` nodes.
+        request the nodes that promise the most tokens a second (`ddtree_jax.budget`), and drafts rarely while
+        no draft pays; `budget` still bounds them. None always verifies `budget` nodes.
       max_new_tokens: tokens to emit after each prompt, at most.
       stop_tokens: token ids that end a request; the stop token itself is emitted.
       temperature: 0 takes the most probable token, more draws from softmax(logits / temperature).

@@ -51,6 +51,21 @@ def expert_mlp(
       ValueError: another dtype or shape; D or I no multiple of 32.
       NotImplementedError: `cuda_kernel` on CUDA in a build without CUDA kernels.
     """
+    operands = check_operands(
+        x, expert_ids, expert_weights, gate_up, gate_up_scale, down, down_scale
+    )
+    cuda_kernel = CUDA_KERNEL if cuda_kernel is None else _checks.flag("cuda_kernel", cuda_kernel)
+    return _expert_mlp.bind(*operands, cuda_kernel=cuda_kernel)[0]
+
+
+def check_operands(
+    x, expert_ids, expert_weights, gate_up, gate_up_scale, down, down_scale
+) -> tuple[jax.Array, ...]:
+    """The operands of `expert_mlp` as arrays.
+
+    Raises:
+      ValueError: another dtype or shape; D or I no multiple of 32.
+    """
     x = _checks.array("x", x, ("T", "D"), (jnp.float32, jnp.bfloat16))
     tokens, hidden = x.shape
     expert_ids = _checks.array("expert_ids", expert_ids, (tokens, "k"), jnp.int32)
@@ -65,9 +80,7 @@ def expert_mlp(
     gate_up_scale = _checks.array("gate_up_scale", gate_up_scale, shape, jnp.bfloat16)
     shape = (experts, hidden, inner // GROUP)
     down_scale = _checks.array("down_scale", down_scale, shape, jnp.bfloat16)
-    cuda_kernel = CUDA_KERNEL if cuda_kernel is None else _checks.flag("cuda_kernel", cuda_kernel)
-    operands = (x, expert_ids, expert_weights, gate_up, gate_up_scale, down, down_scale)
-    return _expert_mlp.bind(*operands, cuda_kernel=cuda_kernel)[0]
+    return x, expert_ids, expert_weights, gate_up, gate_up_scale, down, down_scale
 
 
 def _scan_over_experts(x, expert_ids, expert_weights, gate_up, gate_up_scale, down, down_scale):
@@ -75,8 +88,8 @@ def _scan_over_experts(x, expert_ids, expert_weights, gate_up, gate_up_scale, do
 
     def matrices(expert):
         return (
-            _unpack(gate_up[expert], gate_up_scale[expert], x.dtype),
-            _unpack(down[expert], down_scale[expert], x.dtype),
+            unpack(gate_up[expert], gate_up_scale[expert], x.dtype),
+            unpack(down[expert], down_scale[expert], x.dtype),
         )
 
     return [sum_of_chosen(x, expert_ids, expert_weights, down.shape[0], matrices)]
@@ -114,11 +127,11 @@ def sum_of_chosen(x, expert_ids, expert_weights, experts: int, matrices) -> jax.
     return total.astype(x.dtype)
 
 
-def _unpack(words, scales, dtype):
-    """Words [rows, inputs / 8] and scales [rows, inputs / 32] to weights [rows, inputs]."""
+def unpack(words, scales, dtype) -> jax.Array:
+    """Words i32[..., inputs / 8] and scales [..., inputs / 32] to weights [..., inputs] of `dtype`."""
     nibbles = (words[..., None] >> (4 * jnp.arange(PER_WORD, dtype=jnp.int32))) & 15
     values = (nibbles - 8).astype(dtype).reshape(*scales.shape, GROUP)
-    return (values * scales[..., None].astype(dtype)).reshape(words.shape[0], -1)
+    return (values * scales[..., None].astype(dtype)).reshape(*words.shape[:-1], -1)
 
 
 def _cuda_workspace(x, ids, shares, gate_up, gate_up_scale, down, down_scale, **_):

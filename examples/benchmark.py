@@ -230,6 +230,9 @@ def _cases(full):
         for nodes in (1, 17, 65):
             yield "verify_attn", functools.partial(_verify_attn, full, batch, prefix, heads, nodes)
 
+    for tokens in (8, 17, 33):
+        yield "expert_mlp", functools.partial(_expert_mlp, full, tokens)
+
 
 def _floor(moved, work=0):
     """Microseconds that the bytes or the bf16 arithmetic alone take; a GPU's rates say nothing of a CPU."""
@@ -377,6 +380,37 @@ def _verify_attn(full, batch, prefix, heads, nodes):
         per_call(step, *operands),
         floor,
         per_call(plain, *operands, calls=1) if scores < 4e9 else None,
+    )
+
+
+def _expert_mlp(full, tokens):
+    """On CUDA the kernel, beside the plain JAX that takes its place by default."""
+    import jax
+    import jax.numpy as jnp
+    import step_floors
+    import step_model
+
+    from ddtree_jax import expert_mlp
+
+    config = step_model.target_config(full)
+    experts, top_k = config.n_routed_experts, config.num_experts_per_tok
+    hidden, inner = config.hidden_size, config.moe_intermediate_size
+    weights = step_model.random_experts(experts, hidden, inner)
+    noise = jax.random.uniform(jax.random.key(tokens), (tokens, experts))
+    ids = jax.lax.top_k(noise, top_k)[1].astype(jnp.int32)
+    operands = (_random((tokens, hidden)), ids, jnp.full(ids.shape, 0.3, jnp.float32), *weights)
+    touched = len(set(ids.ravel().tolist()))
+
+    def time(**options):
+        return per_call(functools.partial(expert_mlp, **options), *operands, calls=1)
+
+    on_cuda = jax.default_backend() == "gpu"
+    return Row(
+        "expert_mlp",
+        f"T {tokens} E {experts}, {touched} touched, bf16",
+        time(cuda_kernel=True),
+        _floor(touched * step_floors.weight_bytes(weights) / experts),
+        time(cuda_kernel=False) if on_cuda else None,
     )
 
 

@@ -63,6 +63,16 @@ def random_drafter(config: DFlashConfig, seed: int) -> DFlashDrafter:
     return _filled(lambda: DFlashDrafter(config, dtype=jnp.bfloat16), seed)
 
 
+def random_experts(experts: int, hidden: int, inner: int) -> tuple[jax.Array, ...]:
+    """gate_up, gate_up_scale, down and down_scale of `ddtree_jax.expert_mlp`."""
+    sizes = ((2 * inner, hidden), (hidden, inner))
+    return tuple(
+        _draw(jax.random.key(i, impl="rbg"), (experts, rows, inputs // each), dtype, "scale")
+        for i, (rows, inputs) in enumerate(sizes)
+        for each, dtype in ((8, "int32"), (32, "bfloat16"))
+    )
+
+
 def drafter_bytes(config: DFlashConfig) -> int:
     return _bytes(nnx.eval_shape(lambda: DFlashDrafter(config, dtype=jnp.bfloat16)))
 

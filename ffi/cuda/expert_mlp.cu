@@ -7,10 +7,11 @@
 //
 // bfloat16: a task of the two products is 128 weight rows for one chunk. Blocks are persistent and take every n-th
 // task; to a block all its tasks are one stream of stages of 256 inputs, copied three deep, so that memory never waits
-// for the end of a task. The weights are the 16-row operand of the matrix instruction and the tokens its 8 columns,
-// which wastes nothing but arithmetic where an expert has few tokens. The second half of a chunk of 16 is skipped where
-// it is empty. An expert with more tokens has several chunks; tasks of the same rows run close together, so that all
-// but the first find them in the L2 cache.
+// for the end of a task. A stage takes 128 bytes of a row and 16 of its scales; the copies ask the L2 cache for those of
+// the next stages too, since memory is slow at short pieces. The weights are the 16-row operand of the matrix
+// instruction and the tokens its 8 columns, which wastes nothing but arithmetic where an expert has few tokens. The
+// second half of a chunk of 16 is skipped where it is empty. An expert with more tokens has several chunks; tasks of
+// the same rows run close together, so that all but the first find them in the L2 cache.
 //
 // Unpacking. A group, 32 inputs of a row with one scale, is 16 bytes, and `ldmatrix` gives word t of it, inputs 8 t ..
 // 8 t + 7, to lane t of the row's four. A mask and an OR turn nibbles i and i + 4 of a word into two bfloat16 of 128 +
@@ -239,7 +240,7 @@ struct Feed {
         const uint8_t* from = words + (q / 2 * product.jump + q % 2 * 32) * static_cast<int64_t>(pitch);
         const uint32_t at = word_at + q * 32 * kRowBytes;
         if (whole) {
-          ddtree::copy16(at, from);
+          ddtree::copy16_of_256(at, from);
         } else {
           ddtree::copy16_or_zero(at, from, (valid >> q & 1) != 0 && column < left);
         }
@@ -247,7 +248,7 @@ struct Feed {
       if (thread < kRows) {
         const uint32_t at = kScaleOffset + thread * kStageGroups * 2;
         if (whole) {
-          ddtree::copy16(shared + at, scales);
+          ddtree::copy16_of_256(shared + at, scales);
         } else {  // where a row does not start at a multiple of 16 bytes, or ends before the stage
           const bool there = (valid >> 4 & 1) != 0;
           uint16_t* own = reinterpret_cast<uint16_t*>(to + at);
@@ -555,7 +556,7 @@ int ddtree_expert_mlp_cuda(const ddtree_expert_mlp_args* args, void* stream) {
                   workspace + plan.inner_at,
                   reinterpret_cast<float*>(workspace + plan.partial_at),
                   static_cast<int>(tokens),
-                  static_cast<int>(top_k),
+                  static_cast<int>(inner > 0 ? top_k : 0),  // without inner numbers every choice gives zeros
                   static_cast<int>(plan.pairs),
                   static_cast<int>(experts),
                   static_cast<int>(hidden),

@@ -59,7 +59,12 @@ __device__ __forceinline__ void copy16(uint32_t to, const void* from) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
 }
 
-// The same; where not `valid` it writes zeros and reads nothing.
+// The same, where the bytes around are wanted soon: asks the L2 cache for the 256 that these lie in.
+__device__ __forceinline__ void copy16_of_256(uint32_t to, const void* from) {
+  asm volatile("cp.async.cg.shared.global.L2::256B [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
+}
+
+// Where `valid`, copy16; else writes zeros and reads nothing.
 __device__ __forceinline__ void copy16_or_zero(uint32_t to, const void* from, bool valid) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(valid ? 16 : 0) : "memory");
 }

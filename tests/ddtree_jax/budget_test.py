@@ -5,14 +5,13 @@ import itertools
 import json
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from hlo import cache_copies
-from markov import follow, random_pair
+from markov import MarkovDrafter, follow, random_pair
 
 from ddtree_jax import CostCurve, DecodeConfig, ddtree_decode, draft_topk, tree_build
-from ddtree_jax.budget import first_nodes, node_budgets
+from ddtree_jax.budget import Pause, first_nodes, node_budgets
 
 decode = jax.jit(ddtree_decode, static_argnames="config")
 
@@ -48,31 +47,59 @@ def test_no_other_budgets_promise_more(rng, batch):
         num_nodes[rng.integers(batch)] = capacity
         log_probs[np.arange(capacity) >= num_nodes[:, None]] = -np.inf
         curve = _random_curve(rng, capacity)
-        got = np.asarray(node_budgets(log_probs, num_nodes, curve))
+        got, pays = map(np.asarray, node_budgets(log_probs, num_nodes, curve))
         assert np.all((got >= 0) & (got <= np.maximum(num_nodes - 1, 0)))
         largest = max(n for n in curve.nodes if n <= capacity)
         assert got.max() < largest
         choices = [range(min(max(count, 1), largest)) for count in num_nodes]
         best = max(_rate(curve, log_probs, num_nodes, each) for each in itertools.product(*choices))
         assert _rate(curve, log_probs, num_nodes, got) >= best * (1 - 1e-5), (curve, got)
+        assert bool(pays) == (best > np.sum(num_nodes > 0) / curve.verify[0])
 
 
 def test_a_staircase_is_climbed_when_a_later_step_pays(rng):
     """The first step loses, the second wins: a search that stops at the first fall would end at the root."""
     log_probs = np.log(np.float32([[1, 0.9, 0.9, 0.9, 0.9, 0.9, 0.9, 0.9, 0.9]]))
     curve = CostCurve((1, 2, 9), (1.0, 2.0, 2.1))
-    assert node_budgets(log_probs, np.int32([9]), curve).tolist() == [8]
+    assert node_budgets(log_probs, np.int32([9]), curve)[0].tolist() == [8]
     steep = CostCurve((1, 2, 9), (1.0, 2.0, 21.0))
-    assert node_budgets(log_probs, np.int32([9]), steep).tolist() == [0]
+    assert node_budgets(log_probs, np.int32([9]), steep)[0].tolist() == [0]
 
 
 def test_a_request_that_drafts_badly_takes_no_nodes_from_the_pass():
     log_probs = np.log(np.float32([[1, 0.9, 0.8, 0.7], [1, 0.01, 0.005, 0.001]]))
     curve = CostCurve((1, 4), (1.0, 2.0), (1.0, 1.0))
-    assert node_budgets(log_probs, np.int32([4, 4]), curve).tolist() == [3, 0]
+    assert node_budgets(log_probs, np.int32([4, 4]), curve)[0].tolist() == [3, 0]
 
 
-@pytest.mark.parametrize("nodes", [1, 5, 32, 33, 40])
+def test_drafts_that_do_not_pay_become_rare(rng):
+    """Each pause is twice the one before, up to 16 rounds; a draft that pays ends them."""
+    pause, drafts = Pause.none(), []
+    for turn in range(60):
+        if int(pause.left) == 0:
+            drafts.append(turn)
+        pause = pause.after(np.bool_(turn == 36))
+    assert drafts == [0, 2, 5, 10, 19, 36, 37, 39, 42, 47, 56]
+
+    @jax.tree_util.register_dataclass
+    @dataclasses.dataclass(frozen=True)
+    class Counting(MarkovDrafter):
+        def draft(self, *arguments):
+            jax.debug.callback(lambda: calls.append(1))
+            return super().draft(*arguments)
+
+    calls = []
+    target, drafter = random_pair(rng)
+    drafter = Counting(drafter.table, drafter.block_size, drafter.taps)
+    config = DecodeConfig(
+        max_new_tokens=31, budget=19, cost_curve=CostCurve((1, 20), (1.0, 100.0), None, 1.0)
+    )
+    result = decode(target, drafter, np.int32([[1, 2]]), np.int32([2]), config=config)
+    jax.effects_barrier()
+    assert result.rounds.tolist() == [30] and len(calls) == 5
+
+
+@pytest.mark.parametrize("nodes", [1, 32, 33])
 def test_first_nodes_are_the_tree_of_that_budget(rng, nodes):
     logits = rng.normal(size=(3, 7, 60)).astype(np.float32) * 2
     log_probs, token_ids = draft_topk(logits, 40)
@@ -159,6 +186,5 @@ def test_curves_are_read_and_checked(tmp_path):
         DecodeConfig(cost_curve=(1, 2))
     with pytest.raises(ValueError, match="num_nodes"):
         node_budgets(np.zeros((2, 3), np.float32), np.zeros((3,), np.int32), curve)
-    assert jnp.asarray(
-        node_budgets(np.zeros((2, 1), np.float32), np.int32([1, 0]), curve)
-    ).tolist() == [0, 0]
+    roots_alone = node_budgets(np.zeros((2, 1), np.float32), np.int32([1, 0]), curve)
+    assert roots_alone[0].tolist() == [0, 0] and not roots_alone[1]

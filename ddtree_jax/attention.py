@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from ddtree_jax import _checks
 from ddtree_jax._ffi import workspace_bytes
@@ -12,9 +13,13 @@ from ddtree_jax.cache import ROW_DIM
 from ddtree_jax.tree import MAX_BUDGET, DraftTree
 
 LATENT_DIM = 512
+# The values of ffi/ddtree.h's ddtree_path.
+PATHS = {"auto": 0, "portable": 1, "hopper": 2}
 
 
-def verify_attn(query, cache, lengths, tree: DraftTree, *, scale: float, layer) -> jax.Array:
+def verify_attn(
+    query, cache, lengths, tree: DraftTree, *, scale: float, layer, path: str = "auto"
+) -> jax.Array:
     """Absorbed multi-head latent attention of a tree's nodes (DeepSeek-V2, arXiv 2405.04434, section 2.1).
 
     Node i of request b attends to cache rows 0 .. lengths[b] - 1 and to row lengths[b] + j of every
@@ -29,13 +34,18 @@ def verify_attn(query, cache, lengths, tree: DraftTree, *, scale: float, layer) 
       tree: the tree; `ancestors` and `num_nodes` are read.
       scale: multiplies the scores.
       layer: which layer's rows to read, an int or an i32 scalar.
+      path: which CUDA kernel serves bfloat16, for measurements and tests: "portable" runs on sm_80 and up,
+        "hopper" on sm_90 alone, "auto" takes the faster of those that were measured on the card. The CPU
+        has one kernel.
 
     Returns:
       [B, N, H, 512] in the query's dtype: weighted sums of latents, to be expanded per head.
 
     Raises:
-      ValueError: another dtype, shape or layer.
+      ValueError: another dtype, shape, layer or path.
     """
+    if path not in PATHS:
+        raise ValueError(f"path must be one of {', '.join(PATHS)}, not {path!r}")
     floats = (jnp.float32, jnp.bfloat16)
     query = _checks.array("query", query, ("B", "N", "H", ROW_DIM), floats)
     batch, nodes, heads, _ = query.shape
@@ -51,18 +61,25 @@ def verify_attn(query, cache, lengths, tree: DraftTree, *, scale: float, layer) 
     num_nodes = _checks.array("tree.num_nodes", tree.num_nodes, (batch,), jnp.int32)
     index = _checks.layer_index(layer, cache.shape[0])
     return _verify_attn.bind(
-        query, cache, ancestors, lengths, num_nodes, index, scale=_checks.number("scale", scale)
+        query,
+        cache,
+        ancestors,
+        lengths,
+        num_nodes,
+        index,
+        scale=_checks.number("scale", scale),
+        path=np.int32(PATHS[path]),
     )[0]
 
 
 _verify_attn = kernel_primitive(
     "verify_attn",
-    lambda query, *_, scale: [jax.ShapeDtypeStruct((*query.shape[:3], LATENT_DIM), query.dtype)],
+    lambda query, *_, **__: [jax.ShapeDtypeStruct((*query.shape[:3], LATENT_DIM), query.dtype)],
     batch_axes=(0, 1, 0, 0, 0, None),
     result_batch_axes=(0,),
-    attributes=("scale",),
+    attributes=("scale", "path"),
     workspace={
-        "cuda": lambda query, cache, *_, scale: workspace_bytes(
+        "cuda": lambda query, cache, *_, **__: workspace_bytes(
             "verify_attn_workspace",
             query.shape[0],
             cache.shape[2],

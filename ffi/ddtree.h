@@ -33,6 +33,13 @@ enum {
 
 typedef enum { DDTREE_F32 = 0, DDTREE_BF16 = 1 } ddtree_dtype;
 
+// Which of verify_attn's CUDA kernels runs. float32 has one kernel, whatever the path.
+typedef enum {
+  DDTREE_PATH_AUTO = 0,
+  DDTREE_PATH_PORTABLE = 1,  // sm_80 and up
+  DDTREE_PATH_HOPPER = 2,    // sm_90a alone
+} ddtree_path;
+
 typedef enum {
   DDTREE_OK = 0,
   DDTREE_INVALID_ARGUMENT = 1,  // a size, dtype or null pointer that the kernel cannot serve
@@ -98,6 +105,7 @@ typedef struct {
   int64_t layers, batch, rows, nodes, heads;  // rows = S
   float scale;
   int32_t dtype;
+  int32_t path;  // a ddtree_path; CUDA only
 } ddtree_verify_attn_args;
 size_t ddtree_verify_attn_workspace(int64_t batch, int64_t rows, int64_t nodes, int64_t heads, int32_t dtype);
 int ddtree_verify_attn_cpu(const ddtree_verify_attn_args* args, int64_t task, int64_t tasks);

@@ -130,12 +130,13 @@ inline ffi::Error TreeBuildArgs(const Any& log_probs, const Any& token_ids, cons
 }
 
 inline ffi::Error VerifyAttnArgs(const Any& query, const Any& cache, const Any& ancestors, const Any& lengths,
-                                 const Any& num_nodes, const Any& layer, Out& out, float scale,
+                                 const Any& num_nodes, const Any& layer, Out& out, float scale, int32_t path,
                                  ddtree_verify_attn_args* a) {
   Checker check("ddtree_verify_attn");
   if (!HasRank(query, 4) || !HasRank(cache, 4)) return check.Require(false, "query and cache must have 4 axes").error();
   const auto q = query.dimensions(), c = cache.dimensions();
-  a->layers = c[0], a->batch = q[0], a->rows = c[2], a->nodes = q[1], a->heads = q[2], a->scale = scale;
+  a->layers = c[0], a->batch = q[0], a->rows = c[2], a->nodes = q[1], a->heads = q[2];
+  a->scale = scale, a->path = path;
   check.Float("query", query, &a->dtype).Dtype("cache", cache, query.element_type()).Dtype("out", *out, query.element_type())
       .Shape("query", query, {-1, -1, -1, DDTREE_ROW_DIM})
       .Shape("cache", cache, {-1, q[0], -1, DDTREE_ROW_DIM})

@@ -72,9 +72,9 @@ ffi::Error TreeBuild(Any log_probs, Any token_ids, Any root_tokens, Any budgets,
 }
 
 ffi::Future VerifyAttn(ffi::ThreadPool pool, Any query, Any cache, Any ancestors, Any lengths, Any num_nodes, Any layer,
-                       Out out, float scale) {
+                       Out out, float scale, int32_t path) {
   ddtree_verify_attn_args args{};
-  ffi::Error error = VerifyAttnArgs(query, cache, ancestors, lengths, num_nodes, layer, out, scale, &args);
+  ffi::Error error = VerifyAttnArgs(query, cache, ancestors, lengths, num_nodes, layer, out, scale, path, &args);
   if (error.failure()) return Failed(error);
   double keys = 0;
   for (int64_t b = 0; b < args.batch; ++b) keys += std::clamp<int64_t>(args.lengths[b], 0, args.rows) + 8;
@@ -126,7 +126,8 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(TreeBuildCpu, TreeBuild,
                                   .Attr<bool>("keep_spine"));
 XLA_FFI_DEFINE_HANDLER_SYMBOL(VerifyAttnCpu, VerifyAttn,
                               ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().Arg<Any>().Arg<Any>().Arg<Any>().Arg<Any>()
-                                  .Arg<Any>().Arg<Any>().Ret<Any>().Attr<float>("scale"));
+                                  .Arg<Any>().Arg<Any>().Ret<Any>().Attr<float>("scale")
+                                  .Attr<int32_t>("path"));
 XLA_FFI_DEFINE_HANDLER_SYMBOL(AppendLatentsCpu, AppendLatents,
                               ffi::Ffi::Bind().Arg<Any>().Arg<Any>().Arg<Any>().Arg<Any>().Ret<Any>());
 XLA_FFI_DEFINE_HANDLER_SYMBOL(TreeAcceptCpu, TreeAccept,

@@ -33,9 +33,9 @@ ffi::Error TreeBuild(cudaStream_t stream, Any log_probs, Any token_ids, Any root
 }
 
 ffi::Error VerifyAttn(cudaStream_t stream, Any query, Any cache, Any ancestors, Any lengths, Any num_nodes, Any layer,
-                      Out out, Out workspace, float scale) {
+                      Out out, Out workspace, float scale, int32_t path) {
   ddtree_verify_attn_args args{};
-  ffi::Error error = VerifyAttnArgs(query, cache, ancestors, lengths, num_nodes, layer, out, scale, &args);
+  ffi::Error error = VerifyAttnArgs(query, cache, ancestors, lengths, num_nodes, layer, out, scale, path, &args);
   if (error.failure()) return error;
   SetWorkspace(workspace, &args);
   return Status(ddtree_verify_attn_cuda(&args, stream));
@@ -86,7 +86,8 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(TreeBuildCuda, TreeBuild,
                               {ffi::Traits::kCmdBufferCompatible});
 XLA_FFI_DEFINE_HANDLER_SYMBOL(VerifyAttnCuda, VerifyAttn,
                               OnStream().Arg<Any>().Arg<Any>().Arg<Any>().Arg<Any>().Arg<Any>().Arg<Any>()
-                                  .Ret<Any>().Ret<Any>().Attr<float>("scale"),
+                                  .Ret<Any>().Ret<Any>().Attr<float>("scale")
+                                  .Attr<int32_t>("path"),
                               {ffi::Traits::kCmdBufferCompatible});
 XLA_FFI_DEFINE_HANDLER_SYMBOL(AppendLatentsCuda, AppendLatents,
                               OnStream().Arg<Any>().Arg<Any>().Arg<Any>().Arg<Any>().Ret<Any>(),

@@ -23,7 +23,7 @@ DTYPES = {"float32": np.dtype(np.float32), "bfloat16": np.dtype(ml_dtypes.bfloat
 #: Jitted once, so that checks of one shape share a compilation.
 draft_topk = jax.jit(ddtree_jax.draft_topk, static_argnums=1)
 tree_build = jax.jit(ddtree_jax.tree_build, static_argnames=("budget", "keep_spine"))
-verify_attn = jax.jit(ddtree_jax.verify_attn, static_argnames=("scale",))
+verify_attn = jax.jit(ddtree_jax.verify_attn, static_argnames=("scale", "path"))
 append_latents = jax.jit(ddtree_jax.append_latents)
 tree_accept = jax.jit(ddtree_jax.tree_accept)
 commit_path = jax.jit(ddtree_jax.commit_path)
@@ -99,9 +99,9 @@ def random_attention(rng, dtype, *, batch, budget, heads, rows, layers=2, depth=
     return query, cache, lengths, tree
 
 
-def check_verify_attn(query, cache, lengths, tree, *, scale, layer):
+def check_verify_attn(query, cache, lengths, tree, *, scale, layer, path="auto"):
     """Rows equal float64 attention; rows past num_nodes equal their own latent."""
-    got = verify_attn(query, cache, lengths, tree, scale=scale, layer=np.int32(layer))
+    got = verify_attn(query, cache, lengths, tree, scale=scale, layer=np.int32(layer), path=path)
     assert got.dtype == query.dtype
     got = np.asarray(got).astype(np.float64)
     clean = np.where(np.isnan(query.astype(np.float32)), 0, query.astype(np.float32))

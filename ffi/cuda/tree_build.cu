@@ -2,16 +2,19 @@
 //
 // The frontier of the heap holds at most one node for every node already popped: the best child not yet popped. So it
 // is an array indexed by the parent, kept in registers (slot s of lane l is parent 32 s + l), and a pop is an arg-max
-// over the warp. Every lane works out what would follow its own best node before it knows whether that is the one, so
-// that a pop waits for neither memory nor arithmetic on keys.
+// over the warp. What follows a frontier node in its slot is worked out when the node enters, and what a lane's best
+// node would open before it is known whether that is the one, so that a pop waits for neither memory nor arithmetic.
 //
 // Keys are float64 sums from the root down, compared as integers in the same order. Equal keys are common with bfloat16
-// logits; the rank path decides them, packed into 64 bits by a prefix code that keeps lexicographic order: rank 0 is
-// "0"; rank r >= 1 is floor(log2 r) + 1 ones, a zero, then r's bits below the leading one. A node of rank path
-// (r1, r2, ...) comes after prod(r + 1) - 1 others, so 31 ranks take less than 64 bits. No frontier node is a prefix of
-// another, so padding with zeros is harmless. Every case of the definition falls out: -inf keys, equal rows, sums that
-// round.
+// logits; the lexicographically smaller rank path then goes first, a prefix before what it begins. That is the order in
+// which a walk in depth first order, children by rank, meets the nodes, and the next child of a parent comes right
+// after all that is below the parent by now. So each slot keeps its parent's place in that walk and where its subtree
+// ends: among parents whose next children tie the one whose subtree ends first wins, and of two that end together the
+// inner one. A new node moves the places behind it by one. Every case of the definition falls out: -inf keys, equal
+// rows, sums that round.
 #include <cuda_runtime.h>
+
+#include <type_traits>
 
 #include "ffi/cuda/launch.h"
 #include "ffi/ddtree.h"
@@ -20,27 +23,43 @@ namespace {
 
 constexpr int kThreads = 256;
 
-// A node's place in the lattice, in 32 bits: rank, depth, length of its parent's code, slot of its parent in the lane
-// that holds it, and its left sibling.
+// A node in the lattice, in 32 bits: its rank, its depth, its parent's slot in the lane that holds it, and its left
+// sibling.
 struct Info {
   uint32_t bits;
-  __device__ __forceinline__ Info(int rank, int depth, int length, int slot)
-      : bits(rank | depth << 9 | (length & 63) << 14 | slot << 20) {}
+  __device__ __forceinline__ Info(int rank, int depth, int slot) : bits(rank | depth << 9 | slot << 14) {}
   __device__ __forceinline__ explicit Info(uint32_t packed) : bits(packed) {}
   __device__ __forceinline__ int rank() const { return bits & 511; }
   __device__ __forceinline__ int depth() const { return bits >> 9 & 31; }
-  __device__ __forceinline__ int length() const { return bits >> 14 & 63; }
-  __device__ __forceinline__ int slot() const { return bits >> 20 & 7; }
-  __device__ __forceinline__ int left() const { return bits >> 23; }
-  __device__ __forceinline__ Info next(int left) const { return Info((bits & ((1u << 23) - 1)) + 1 | left << 23); }
+  __device__ __forceinline__ int slot() const { return bits >> 14 & 7; }
+  __device__ __forceinline__ int left() const { return bits >> 17; }
+  __device__ __forceinline__ Info next(int left) const { return Info((bits & ((1u << 17) - 1)) + 1 | left << 17); }
 };
 
+// Where a node of the tree begins and where its subtree ends in the walk, in 18 bits: the lower one's next child comes
+// first.
+struct Place {
+  uint32_t bits;
+  __device__ __forceinline__ Place(int begin, int end) : bits(end << 9 | (511 - begin)) {}
+  __device__ __forceinline__ explicit Place(uint32_t packed) : bits(packed) {}
+  __device__ __forceinline__ int end() const { return bits >> 9; }
+  // After `parent` got another last child, which stands at `parent.end()`. The ends of that place or later of the
+  // parent, of nodes around it and of nodes behind it move, not those of nodes inside it.
+  __device__ __forceinline__ Place moved(Place parent) const {
+    const bool begins_later = (bits & 511) <= 511u - parent.end(), ends_later = bits >= parent.bits;
+    return Place(bits + (ends_later ? 512u : 0u) - (begins_later ? 1u : 0u));
+  }
+};
+constexpr uint32_t kNoPlace = 511;  // begins and ends before all others: never moves
+
+// kSlots * 32 nodes and columns at most. Where they fit, log-probabilities are kept as float64, which sums take.
+template <int kSlots>
 struct Shared {
-  float log_probs[DDTREE_MAX_DEPTH * DDTREE_MAX_CANDIDATES];  // [L, columns]
-  double weight[DDTREE_MAX_NODES];
-  uint64_t code[DDTREE_MAX_NODES];
-  uint32_t info[DDTREE_MAX_NODES];
-  int16_t parent[DDTREE_MAX_NODES], next_token[DDTREE_MAX_NODES], next_sibling[DDTREE_MAX_NODES];
+  using Number = std::conditional_t<(kSlots <= 2), double, float>;
+  Number log_probs[DDTREE_MAX_DEPTH * 32 * kSlots];  // [L, columns]
+  double weight[32 * kSlots + 1];
+  uint32_t info[32 * kSlots + 1];
+  int16_t parent[32 * kSlots + 1], next_token[32 * kSlots + 1], next_sibling[32 * kSlots + 1];
   int num_nodes;
 };
 
@@ -54,102 +73,119 @@ __device__ __forceinline__ double number(uint64_t code) {
   return __longlong_as_double(code >> 63 ? code ^ 1ull << 63 : ~code);
 }
 
-__device__ __forceinline__ int code_bits(int rank) { return rank == 0 ? 1 : 2 * (32 - __clz(rank)); }
-
-__device__ __forceinline__ uint64_t append_code(uint64_t code, int length, int rank) {
-  const int low_bits = 31 - __clz(rank);
-  const uint32_t word = ((2u << low_bits) - 1) << (low_bits + 1) | (rank - (1 << low_bits));
-  return code | static_cast<uint64_t>(word) << (62 - 2 * low_bits - length);
-}
-
-// A frontier entry: the key above the inverted code, so that the first to be popped is the largest.
-using Entry = unsigned __int128;
-
-__device__ __forceinline__ Entry entry(uint64_t key, uint64_t code) { return static_cast<Entry>(key) << 64 | ~code; }
-__device__ __forceinline__ uint64_t key_of(Entry e) { return static_cast<uint64_t>(e >> 64); }
-__device__ __forceinline__ uint64_t code_of(Entry e) { return ~static_cast<uint64_t>(e); }
+// Both values are there: a branch would cost more than what it spares.
+#define DDTREE_SELECT(type, suffix, letter)                                                             \
+  __device__ __forceinline__ type select(bool first, type a, type b) {                                  \
+    type result;                                                                                        \
+    asm("{\n.reg .pred p;\nsetp.ne.u32 p, %3, 0;\nselp." suffix " %0, %1, %2, p;\n}"                   \
+        : "=" letter(result)                                                                            \
+        : letter(a), letter(b), "r"(uint32_t{first}));                                                  \
+    return result;                                                                                      \
+  }
+DDTREE_SELECT(uint64_t, "b64", "l")
+DDTREE_SELECT(uint32_t, "b32", "r")
+DDTREE_SELECT(double, "f64", "d")
+DDTREE_SELECT(float, "f32", "f")
+#undef DDTREE_SELECT
 
 // Pops up to `limit` nodes and returns the node count, root included; `limit` <= 32 * kSlots. With `reserve`, places
 // are kept for the rest of the spine, the nodes of rank 0 only.
 template <int kSlots>
-__device__ int run_heap(Shared& shared, int depth, int columns, int limit, bool reserve) {
+__device__ int run_heap(Shared<kSlots>& shared, int depth, int columns, int limit, bool reserve) {
+  if (limit == 0) return 1;
   const int lane = threadIdx.x;
-  const auto log_prob = [&](int d, int rank) -> float { return shared.log_probs[(d - 1) * columns + rank]; };
-  Entry frontier[kSlots];
-  uint32_t info[kSlots];
+  using Number = typename Shared<kSlots>::Number;
+  const Number* log_probs = shared.log_probs;
+  // Of each slot: the key of its frontier node (0 for none) and of the node that follows it there, which node it is,
+  // the log-probability of its first child, and of its parent the weight and the place.
+  uint64_t key[kSlots], following[kSlots];
+  uint32_t info[kSlots], place[kSlots];
+  Number to_child[kSlots];
+  double weight[kSlots];
 #pragma unroll
-  for (int s = 0; s < kSlots; ++s) frontier[s] = 0, info[s] = Info(0, 1, 0, s).bits;
-  if (limit > 0 && lane == 0) frontier[0] = entry(order(0.0 + static_cast<double>(log_prob(1, 0))), 0);
-  int free = limit - depth;  // nodes off the spine that may still enter, when reserving
+  for (int s = 0; s < kSlots; ++s) {
+    key[s] = following[s] = 0, info[s] = Info(0, 1, s).bits, place[s] = kNoPlace, to_child[s] = 0, weight[s] = 0.0;
+  }
+  if (lane == 0) key[0] = order(0.0 + static_cast<double>(log_probs[0])), place[0] = Place(0, 1).bits;
+  // What the last pop changed, finished a round later, while the warp waits for the arg-max: slot `parent` moved on to a
+  // node that another follows if `more`, and slot n - 1 opened.
+  int parent = -1;
+  bool more = false, more_children = columns > 1;
+  Number to_following = 0, to_second = log_probs[min(1, columns - 1)], to_first = log_probs[depth > 1 ? columns : 0];
+  int free = reserve ? limit - depth : limit;  // nodes off the spine that may still enter
   int tip = 0, tip_depth = 0;
   int n = 1;
   for (; n <= limit; ++n) {
-    Entry best = frontier[0];
-    uint32_t best_info = info[0];
+    uint64_t best = key[0];
+    uint32_t best_info = info[0], best_place = place[0];
 #pragma unroll
     for (int s = 1; s < kSlots; ++s) {
-      const bool better = frontier[s] > best;
-      best = better ? frontier[s] : best;
+      const bool better = key[s] > best || (key[s] == best && place[s] < best_place);
+      best = better ? key[s] : best;
       best_info = better ? info[s] : best_info;
+      best_place = better ? place[s] : best_place;
     }
-    // What follows this lane's best, in case it is popped: its next sibling and its first child.
-    const Info mine(best_info);
-    const int my_parent = min(mine.slot() * 32 + lane, n - 1), sibling = mine.rank() + 1, d = mine.depth();
-    const double parent_weight = shared.weight[my_parent];
-    const uint64_t parent_code = shared.code[my_parent];
-    const float to_sibling = log_prob(d, min(sibling, columns - 1)), to_child = log_prob(min(d + 1, depth), 0);
-    const uint32_t high = static_cast<uint32_t>(best >> 96);
+    const uint32_t high = static_cast<uint32_t>(best >> 32);
     const uint32_t top = __reduce_max_sync(~0u, high);
+    Number best_to_child = to_child[0];
+#pragma unroll
+    for (int s = 0; s < kSlots; ++s) {
+      const bool moved = s * 32 + lane == parent, opened = s * 32 + lane == n - 1;
+      const double sum = weight[s] + static_cast<double>(opened ? to_second : to_following);
+      const uint64_t next = select(opened ? more_children : more, order(sum), uint64_t{0});
+      following[s] = select(moved || opened, next, following[s]);
+      to_child[s] = opened ? to_first : to_child[s];
+      best_to_child = select(s == Info(best_info).slot(), to_child[s], best_to_child);
+    }
+    const double mine = number(best);
+    const uint64_t my_child =
+        select(Info(best_info).depth() < depth, order(mine + static_cast<double>(best_to_child)), uint64_t{0});
     uint32_t tied = __ballot_sync(~0u, high == top);
-    const double weight = number(key_of(best));
-    const uint64_t sibling_key = sibling < columns ? order(parent_weight + static_cast<double>(to_sibling)) : 0;
-    const uint64_t child_key = d < depth ? order(weight + static_cast<double>(to_child)) : 0;
-    const uint64_t sibling_code = append_code(parent_code, mine.length(), sibling);
     if (top == 0) break;  // the lattice is exhausted
     if (tied & (tied - 1)) {
-      bool in = high == top;
-#pragma unroll
-      for (int word = 2; word >= 0; --word) {
-        const uint32_t part = in ? static_cast<uint32_t>(best >> (32 * word)) : 0u;
-        const uint32_t most = __reduce_max_sync(~0u, part);
-        in = in && part == most;
-        if (word == 2) {
-          tied = __ballot_sync(~0u, in);
-          if (!(tied & (tied - 1))) break;
-        }
+      const bool high_ties = high == top;
+      const uint32_t low = high_ties ? static_cast<uint32_t>(best) : 0u;
+      const uint32_t most = __reduce_max_sync(~0u, low);
+      const bool ties = high_ties && low == most;
+      tied = __ballot_sync(~0u, ties);
+      if (tied & (tied - 1)) {
+        const uint32_t mine_first = ties ? best_place : ~0u;
+        const uint32_t first = __reduce_min_sync(~0u, mine_first);
+        tied = __ballot_sync(~0u, mine_first == first);
       }
-      tied = __ballot_sync(~0u, in);
     }
     const int owner = __ffs(tied) - 1;
     const Info node(__shfl_sync(~0u, best_info, owner));
-    const uint64_t node_code = __shfl_sync(~0u, code_of(best), owner);
-    const uint64_t first_key = __shfl_sync(~0u, child_key, owner);
-    const int parent = node.slot() * 32 + owner;
-    if (node.rank() == 0 && parent == tip) {
-      tip = n, tip_depth = node.depth();
-    } else if (reserve && free-- == 0) {
-      break;
-    }
-    if (lane == owner) {
-      shared.weight[n] = weight, shared.code[n] = node_code, shared.info[n] = best_info;
-      shared.parent[n] = parent;
-    }
+    const Place around(__shfl_sync(~0u, best_place, owner));
+    const uint64_t child = __shfl_sync(~0u, my_child, owner);
+    const double node_weight = __shfl_sync(~0u, mine, owner);
+    parent = node.slot() * 32 + owner;
+    const bool on_spine = node.rank() == 0 && parent == tip;
+    free -= !on_spine;
+    if (free < 0) break;
+    tip = on_spine ? n : tip, tip_depth = on_spine ? node.depth() : tip_depth;
+    if (lane == 0) shared.weight[n] = node_weight, shared.info[n] = node.bits, shared.parent[n] = parent;
     // The parent's slot moves on to the sibling, and slot n opens with the child.
-    const int child_depth = min(node.depth() + 1, depth), child_length = node.length() + code_bits(node.rank());
-    const Entry next_sibling = entry(sibling_key, sibling_code), first_child = entry(first_key, node_code);
+    const int child_depth = min(node.depth() + 1, depth), after = node.rank() + 2;
+    more = after < columns, more_children = child != 0 && columns > 1;
+    to_following = log_probs[(node.depth() - 1) * columns + min(after, columns - 1)];
+    to_second = log_probs[(child_depth - 1) * columns + min(1, columns - 1)];
+    to_first = log_probs[(min(child_depth + 1, depth) - 1) * columns];
 #pragma unroll
     for (int s = 0; s < kSlots; ++s) {
       const bool moves = s * 32 + lane == parent, opens = s * 32 + lane == n;
-      frontier[s] = moves ? next_sibling : opens ? first_child : frontier[s];
-      info[s] = moves ? mine.next(n).bits : opens ? Info(0, child_depth, child_length, s).bits : info[s];
+      key[s] = select(moves, following[s], select(opens, child, key[s]));
+      info[s] = select(moves, node.next(n).bits, select(opens, Info(0, child_depth, s).bits, info[s]));
+      weight[s] = opens ? node_weight : weight[s];
+      place[s] = select(opens, Place(around.end(), around.end() + 1).bits, Place(place[s]).moved(around).bits);
     }
-    __syncwarp();
   }
+  __syncwarp();
   if (reserve) {
     for (double weight = shared.weight[tip]; tip_depth < depth && n <= limit; ++n) {
-      weight += static_cast<double>(log_prob(++tip_depth, 0));
+      weight += static_cast<double>(log_probs[tip_depth++ * columns]);
       if (lane == 0) {
-        shared.weight[n] = weight, shared.info[n] = Info(0, tip_depth, 0, 0).bits;
+        shared.weight[n] = weight, shared.info[n] = Info(0, tip_depth, 0).bits;
         shared.parent[n] = tip;
       }
       tip = n;
@@ -160,7 +196,7 @@ __device__ int run_heap(Shared& shared, int depth, int columns, int limit, bool 
 
 template <int kSlots>
 __global__ void __launch_bounds__(kThreads) build_trees(ddtree_tree_build_args args) {
-  __shared__ Shared shared;
+  __shared__ Shared<kSlots> shared;
   const int64_t request = blockIdx.x;
   const int depth = static_cast<int>(args.depth), k = static_cast<int>(args.k), budget = static_cast<int>(args.budget);
   const int nodes = budget + 1;
@@ -174,12 +210,12 @@ __global__ void __launch_bounds__(kThreads) build_trees(ddtree_tree_build_args a
   }
   for (int i = threadIdx.x; i < nodes; i += kThreads) shared.next_token[i] = shared.next_sibling[i] = -1;
   if (threadIdx.x == 0) {
-    shared.weight[0] = 0.0, shared.code[0] = 0, shared.info[0] = 0;
+    shared.weight[0] = 0.0, shared.info[0] = 0;
     shared.parent[0] = -1;
   }
   __syncthreads();
   if (threadIdx.x < 32) {
-    const int count = run_heap<kSlots>(shared, depth, columns, limit, args.keep_spine != 0 && limit >= depth);
+    const int count = run_heap(shared, depth, columns, limit, args.keep_spine != 0 && limit >= depth);
     if (threadIdx.x == 0) shared.num_nodes = count;
   }
   __syncthreads();

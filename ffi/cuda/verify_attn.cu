@@ -7,10 +7,6 @@
 // are sums over the four warps: each warp owns eight rows, receives the others' parts of them through shared memory,
 // does their softmax, and gives the weights back as the fragments that the second product takes.
 //
-// The work of a launch is all 32-row steps of all 64-row tiles, one after the other. Every block computes from
-// `lengths` and `num_nodes` how many there are and takes an equal run of them, so the grid depends on nothing but the
-// shapes. A tile that is cut between blocks leaves parts in the workspace, which a second launch merges.
-//
 // float32: plain arithmetic, a block for each row.
 #include <cuda_bf16.h>
 #include <cuda_runtime.h>
@@ -21,21 +17,15 @@
 
 #include "ffi/cuda/launch.h"
 #include "ffi/cuda/ptx.h"
+#include "ffi/cuda/verify_attn.h"
 #include "ffi/ddtree.h"
 
 namespace {
 
-using ddtree::commit_copies;
-using ddtree::copy16;
-using ddtree::copy16_or_zero;
-using ddtree::load_matrices;
-using ddtree::load_matrices_transposed;
-using ddtree::multiply;
-using ddtree::wait_copies;
+using namespace ddtree;  // NOLINT: what the kernels share
 
 constexpr int kThreads = 256;
 constexpr int kWarps = kThreads / 32;
-constexpr int kTileRows = 64;   // query rows of a block
 constexpr int kGroupRows = 32;  // of four warps
 constexpr int kParts = 4;       // warps that share a group's rows
 constexpr int kStep = 32;       // cache rows of a step
@@ -54,89 +44,6 @@ constexpr int kSharedBytes = kSegmentOffset + 128;
 static_assert(kSharedBytes <= 99 * 1024, "the smallest opt-in limit among sm_80 and later");
 
 constexpr int kMaxBlocks = 256;  // of the persistent grid
-constexpr int kMinRun = 2;       // steps below which another block costs more than it saves
-constexpr int kPartFloats = kTileRows * (DDTREE_LATENT_DIM + 2);  // output, then maxima, then sums
-constexpr int kNodeBits = 32;
-
-struct Problem {
-  const __nv_bfloat16* query;
-  const __nv_bfloat16* cache;
-  const uint32_t* ancestors;
-  const int32_t* lengths;
-  const int32_t* num_nodes;
-  const int32_t* layer;
-  __nv_bfloat16* out;
-  float* parts;
-  int layers, batch, rows, nodes, heads, words;
-  float log2_scale;
-};
-
-struct Request {
-  int length;  // rows that every node sees
-  int nodes;   // real ones
-  int tiles;
-  int steps;   // of a tile
-};
-
-__device__ __forceinline__ Request request_of(const Problem& p, int b) {
-  Request r;
-  r.length = min(max(p.lengths[b], 0), p.rows - p.nodes);
-  r.nodes = min(max(p.num_nodes[b], 0), p.nodes);
-  r.tiles = (r.nodes * p.heads + kTileRows - 1) / kTileRows;
-  r.steps = (r.length + r.nodes + kStep - 1) / kStep;
-  return r;
-}
-
-// Sum of `value` over the lanes up to this one.
-__device__ __forceinline__ int64_t prefix_sum(int64_t value, int lane) {
-#pragma unroll
-  for (int d = 1; d < 32; d *= 2) {
-    const int64_t below = __shfl_up_sync(~0u, value, d);
-    if (lane >= d) value += below;
-  }
-  return value;
-}
-
-// Steps of the requests before `end`; all lanes call it and get the same.
-__device__ __forceinline__ int64_t steps_before(const Problem& p, int end, int lane) {
-  int64_t sum = 0;
-  for (int b = lane; b < end; b += 32) {
-    const Request r = request_of(p, b);
-    sum += static_cast<int64_t>(r.tiles) * r.steps;
-  }
-#pragma unroll
-  for (int d = 16; d > 0; d /= 2) sum += __shfl_xor_sync(~0u, sum, d);
-  return sum;
-}
-
-// Steps that each of `blocks` takes.
-__device__ __forceinline__ int64_t run_length(int64_t total, int blocks) {
-  const int64_t run = (total + blocks - 1) / blocks;
-  return run < kMinRun ? kMinRun : run;
-}
-
-// The request that holds step `at` of all, and the number of steps before it.
-__device__ __forceinline__ int find_request(const Problem& p, int64_t at, int lane, int64_t* before) {
-  int64_t sum = 0;
-  for (int first = 0; first < p.batch; first += 32) {
-    int64_t steps = 0;
-    if (first + lane < p.batch) {
-      const Request r = request_of(p, first + lane);
-      steps = static_cast<int64_t>(r.tiles) * r.steps;
-    }
-    const int64_t end = sum + prefix_sum(steps, lane);
-    const unsigned past = __ballot_sync(~0u, end > at);
-    if (past != 0) {
-      const int found = __ffs(past) - 1;
-      *before = __shfl_sync(~0u, end - steps, found);
-      return first + found;
-    }
-    sum = __shfl_sync(~0u, end, 31);
-  }
-  *before = sum;
-  return p.batch;
-}
-
 __device__ __forceinline__ void group_barrier(uint32_t group) {
   asm volatile("bar.sync %0, %1;" ::"r"(1 + group), "n"(kParts * 32) : "memory");
 }
@@ -168,25 +75,6 @@ struct Place {
     return reinterpret_cast<float*>(shared + kFactorOffset) + group * kGroupRows;
   }
 };
-
-// 2^x: 0 for -inf, NaN for NaN.
-__device__ __forceinline__ float power_of_two(float x) {
-  float y;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
-}
-
-__device__ __forceinline__ uint32_t pack(float low, float high) {
-  const __nv_bfloat162 pair = __floats2bfloat162_rn(low, high);
-  return *reinterpret_cast<const uint32_t*>(&pair);
-}
-
-// A pair of bfloat16 with infinities and NaN made zero.
-__device__ __forceinline__ uint32_t finite(uint32_t pair) {
-  if ((pair & 0x7f80u) == 0x7f80u) pair &= 0xffff0000u;
-  if ((pair & 0x7f800000u) == 0x7f800000u) pair &= 0x0000ffffu;
-  return pair;
-}
 
 // Starts the copy of cache rows [first, first + 32) of one request to a stage; rows from `end` on become zeros. A row's
 // 16-byte chunk c lies at c ^ (row % 8), which keeps ldmatrix free of bank conflicts. A warp copies four rows.
@@ -221,41 +109,7 @@ __device__ __forceinline__ void load_step(uint32_t stage, const __nv_bfloat16* c
   }
 }
 
-// What a block does next, and how far it is in its run. In shared memory, since registers are what a block lacks.
-struct Segment {
-  const __nv_bfloat16* cache;  // of the request
-  int64_t at, left, before;    // steps of the launch: next, still to do, and before the request
-  int request, tile, step, end_step, steps;
-  int length, nodes;
-};
-
 static_assert(sizeof(Segment) <= kSharedBytes - kSegmentOffset, "");
-
-// Moves to the next tile of the run; request is `batch` when nothing is left. One thread calls it.
-__device__ __forceinline__ void next_segment(const Problem& p, Segment* s) {
-  int b = s->request;
-  while (b < p.batch && s->left > 0) {
-    const Request r = request_of(p, b);
-    const int64_t steps = static_cast<int64_t>(r.tiles) * r.steps, from = s->at - s->before;
-    if (from < steps) {
-      const int layer = min(max(*p.layer, 0), p.layers - 1);
-      s->cache = p.cache + (static_cast<int64_t>(layer) * p.batch + b) * p.rows * DDTREE_ROW_DIM;
-      s->request = b;
-      s->tile = static_cast<int>(from / r.steps);
-      s->step = static_cast<int>(from % r.steps);
-      s->end_step = static_cast<int>(min(static_cast<int64_t>(r.steps), s->step + s->left));
-      s->steps = r.steps;
-      s->length = r.length;
-      s->nodes = r.nodes;
-      s->at += s->end_step - s->step;
-      s->left -= s->end_step - s->step;
-      return;
-    }
-    s->before += steps;
-    ++b;
-  }
-  s->request = p.batch;
-}
 
 // Gives every owner of rows its part of their scores, lane by lane, and keeps this warp's own.
 template <int kPart>
@@ -325,18 +179,6 @@ __device__ __forceinline__ void clear_not_finite(uint8_t* stage, uint32_t thread
     const uint4 x = *chunk;
     *chunk = make_uint4(finite(x.x), finite(x.y), finite(x.z), finite(x.w));
   }
-}
-
-// Which of the 32 cache rows from tree row `first` on a node sees; `first` is negative for rows of the prefix.
-__device__ __forceinline__ uint32_t visible(const uint32_t* ancestors, int words, int first, int nodes) {
-  uint32_t seen;
-  if (first < 0) {
-    seen = ancestors[0] << -first | ((1u << -first) - 1);
-  } else {
-    const int word = first / kNodeBits;
-    seen = __funnelshift_r(ancestors[word], word + 1 < words ? ancestors[word + 1] : 0, first % kNodeBits);
-  }
-  return nodes - first < kStep ? seen & ((1u << (nodes - first)) - 1) : seen;
 }
 
 // The softmax of a step: completes the scores of the row that this lane's quad owns, and leaves their weights, laid out
@@ -558,7 +400,7 @@ __global__ void __launch_bounds__(kThreads, 1) attend(const Problem p) {
         }
       }
     } else {
-      float* part_out = p.parts + (2 * static_cast<int64_t>(blockIdx.x) + (segment.step == 0)) * kPartFloats;
+      float* part_out = part_of(p, blockIdx.x, segment.step == 0);
       float* maxima = part_out + kTileRows * DDTREE_LATENT_DIM;
       if (me.lane % 4 == 0) {
         const uint32_t row = me.warp * 8 + me.lane / 4;
@@ -608,7 +450,7 @@ __global__ void __launch_bounds__(kThreads) merge(const Problem p, int blocks) {
   const int count = static_cast<int>((first + r.steps - 1) / run - block0) + 1;
   if (count == 1) return;
   const int tile_row = row % kTileRows;
-  const auto part = [&](int i) { return p.parts + (2 * (block0 + i) + (i == 0)) * kPartFloats; };
+  const auto part = [&](int i) { return part_of(p, block0 + i, i == 0); };
   float top = -INFINITY;
   for (int i = lane; i < count; i += 32) top = fmaxf(top, part(i)[kTileRows * DDTREE_LATENT_DIM + tile_row]);
 #pragma unroll
@@ -725,7 +567,8 @@ size_t ddtree_verify_attn_workspace(int64_t batch, int64_t rows, int64_t nodes, 
 
 int ddtree_verify_attn_cuda(const ddtree_verify_attn_args* args, void* stream) {
   const int64_t all_rows = args->batch * args->nodes * args->heads;
-  if ((args->dtype != DDTREE_F32 && args->dtype != DDTREE_BF16) || args->layers < 1 || args->layers > INT32_MAX ||
+  if ((args->dtype != DDTREE_F32 && args->dtype != DDTREE_BF16) || args->path < DDTREE_PATH_AUTO ||
+      args->path > DDTREE_PATH_HOPPER || args->layers < 1 || args->layers > INT32_MAX ||
       args->batch < 0 || args->batch > INT32_MAX || args->nodes < 1 || args->nodes > DDTREE_MAX_NODES ||
       args->heads < 0 || args->nodes * args->heads > INT32_MAX || args->rows < args->nodes ||
       args->rows > INT32_MAX - kChunk || all_rows > INT32_MAX) {
@@ -746,12 +589,17 @@ int ddtree_verify_attn_cuda(const ddtree_verify_attn_args* args, void* stream) {
   if (args->workspace_bytes < ddtree_verify_attn_workspace(batch, rows, nodes, heads, args->dtype)) {
     return DDTREE_INVALID_ARGUMENT;
   }
-  int device = 0, processors = 0;
+  int device = 0, processors = 0, major = 0, minor = 0;
   if (cudaGetDevice(&device) != cudaSuccess ||
       cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device) != cudaSuccess ||
+      cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device) != cudaSuccess ||
+      cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device) != cudaSuccess ||
       cudaFuncSetAttribute(attend, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytes) != cudaSuccess) {
     return DDTREE_LAUNCH_FAILED;
   }
+  // The portable kernel is the automatic choice everywhere: the other one has not been measured.
+  const bool hopper = args->path == DDTREE_PATH_HOPPER;
+  if (hopper && (major != 9 || minor != 0)) return DDTREE_INVALID_ARGUMENT;
   const Problem problem{static_cast<const __nv_bfloat16*>(args->query),
                         static_cast<const __nv_bfloat16*>(args->cache),
                         args->ancestors,
@@ -766,9 +614,14 @@ int ddtree_verify_attn_cuda(const ddtree_verify_attn_args* args, void* stream) {
                         nodes,
                         heads,
                         words,
+                        hopper ? kHopperStep : kStep,
                         args->scale * 1.4426950408889634f};
   const int blocks = static_cast<int>(std::min<int64_t>(max_blocks(batch, rows, nodes, heads), processors));
-  attend<<<blocks, kThreads, kSharedBytes, cuda_stream>>>(problem);
+  if (hopper) {
+    if (const int status = attend_hopper(problem, blocks, cuda_stream); status != DDTREE_OK) return status;
+  } else {
+    attend<<<blocks, kThreads, kSharedBytes, cuda_stream>>>(problem);
+  }
   merge<<<static_cast<int>(ddtree::ceil_div(all_rows, kWarps)), kThreads, 0, cuda_stream>>>(problem, blocks);
   return ddtree::launch_status();
 }

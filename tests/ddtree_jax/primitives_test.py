@@ -240,6 +240,7 @@ def attend(
     lengths=I32,
     tree=None,
     scale=1.0,
+    path="auto",
 ):
     return ddtree_jax.verify_attn(
         zeros(*query, dtype=dtype),
@@ -248,6 +249,7 @@ def attend(
         tree or a_tree(),
         scale=scale,
         layer=layer,
+        path=path,
     )
 
 
@@ -342,6 +344,7 @@ def commit(nodes=(1, 4), dtype=I32):
         (lambda: attend(cache=(2, 2, 20, 576)), ValueError, ["cache", "[2, 2, 20, 576]"]),
         (lambda: attend(cache=(2, 1, 4, 576)), ValueError, ["cache", "4", "5"]),
         (lambda: attend(scale="x"), ValueError, ["scale", "x"]),
+        (lambda: attend(path="wide"), ValueError, ["path", "portable", "hopper", "'wide'"]),
         (lambda: attend(dtype=np.float16), ValueError, ["query", "float16"]),
         (lambda: attend(dtype=jnp.bfloat16), ValueError, ["cache", "bfloat16", "float32"]),
         (lambda: attend(lengths=np.int16), ValueError, ["lengths", "int16"]),

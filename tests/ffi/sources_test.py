@@ -24,4 +24,6 @@ def test_sources_are_listed(request):
 def test_both_devices_have_a_file_for_each_kernel(request):
     root = request.config.rootpath / "ffi"
     cpu = {path.stem for path in (root / "cpu").glob("*.cc")}
-    assert {path.stem for path in (root / "cuda").glob("*.cu")} == cpu
+    # A second kernel for one architecture is named after it.
+    cuda = {path.stem.removesuffix("_hopper") for path in (root / "cuda").glob("*.cu")}
+    assert cuda == cpu

@@ -11,6 +11,9 @@ import pytest
 _ROOT = pathlib.Path(__file__).parents[2]
 _CUDA_BIN = "/usr/local/cuda/bin"
 _PATH = os.environ.get("PATH", "") + os.pathsep + _CUDA_BIN
+# Hopper's own instructions are in sm_90a alone.
+_HOPPER = jax.default_backend() == "gpu" and jax.devices()[0].compute_capability == "9.0"
+_ARCH = "-arch=sm_90a" if _HOPPER else "-arch=native"
 _NVCC, _SANITIZER = shutil.which("nvcc", path=_PATH), shutil.which("compute-sanitizer", path=_PATH)
 
 pytestmark = [
@@ -23,7 +26,7 @@ pytestmark = [
 def driver(tmp_path_factory):
     program = tmp_path_factory.mktemp("driver") / "kernel_driver"
     sources = [*(_ROOT / "ffi" / "cuda").glob("*.cu"), _ROOT / "ffi" / "status.cc"]
-    command = [_NVCC, "-std=c++17", "-O3", "-lineinfo", "-arch=native", "--threads=0", f"-I{_ROOT}"]
+    command = [_NVCC, "-std=c++17", "-O3", "-lineinfo", _ARCH, "--threads=0", f"-I{_ROOT}"]
     command += [str(pathlib.Path(__file__).parent / "kernel_driver.cu"), *map(str, sources)]
     done = subprocess.run(
         [*command, "-o", str(program)], capture_output=True, text=True, timeout=300

@@ -1,0 +1,406 @@
+// verify_attn in bfloat16 for Hopper: TMA loads and warpgroup products.
+//
+// A block keeps 64 query rows in shared memory and walks the cache 64 rows at a time, through two buffers that one warp
+// fills by TMA, box by box. The output is 64 x 512 floats, half of all registers, so two warpgroups hold 256 columns
+// each. They take turns at the softmax: tile t belongs to warpgroup t % 2, which multiplies it with the queries, turns
+// the scores into weights, and publishes the weights (and by what the output so far shrinks) for the other; then both
+// multiply the weights with their half of the tile. While one computes weights, the other's products and the loads of
+// the next tile go on (the two-warpgroup exchange is FlashMLA's).
+//
+// A buffer is freed by halves, as each warpgroup is done with its columns. The halves of the two buffers are filled in
+// opposite order, the half first that is free first, and the scores' product takes the boxes as they come.
+#include <cuda.h>
+#include <cuda_bf16.h>
+#include <cuda_runtime.h>
+#include <float.h>
+#include <stdint.h>
+
+#include "ffi/cuda/launch.h"
+#include "ffi/cuda/sm90.h"
+#include "ffi/cuda/verify_attn.h"
+#include "ffi/ddtree.h"
+
+namespace ddtree {
+namespace {
+
+constexpr int kGroupThreads = 128;
+constexpr int kComputeThreads = 2 * kGroupThreads;
+constexpr int kThreads = 3 * kGroupThreads;  // and one that loads, whose registers the others take
+constexpr int kBoxes = DDTREE_ROW_DIM / 64;     // of a tile
+constexpr int kHalfBoxes = DDTREE_LATENT_DIM / 128;
+constexpr int kColumns = DDTREE_LATENT_DIM / 2;  // of a warpgroup
+constexpr int kTileBytes = kBoxes * sm90::kBoxBytes;
+static_assert(kTileRows == 64 && kHopperStep == 64, "a box has 64 rows");
+
+// Named barriers; 0 is the block's own.
+constexpr uint32_t kPublished = 1;  // and 2: the weights of a tile of the first or second warpgroup
+constexpr uint32_t kGroup = 3;      // and 4: a warpgroup by itself
+constexpr uint32_t kCompute = 5;    // both warpgroups
+
+struct Shared {
+  uint8_t query[kTileBytes];
+  uint8_t keys[2][kTileBytes];
+  uint8_t weights[sm90::kBoxBytes];
+  float factor[kTileRows];   // by what a tile shrinks the output so far
+  float maximum[kTileRows];  // the greatest score so far
+  float sum[2][kTileRows];   // each warpgroup's share of the weights' sum
+  uint64_t full[2][kBoxes];  // a box of a buffer is there
+  uint64_t empty[2][2];      // a half of a buffer may be overwritten
+  uint64_t query_full, query_empty;
+  Segment segment;
+};
+static_assert(sizeof(Shared) <= 227 * 1024, "what a block may have");
+
+// The boxes of a half of a tile: the columns of a warpgroup, and with the second the rotary numbers.
+__device__ __forceinline__ int first_box(int half) { return half * kHalfBoxes; }
+__device__ __forceinline__ int end_box(int half) { return half == 0 ? kHalfBoxes : kBoxes; }
+
+// What the loading warp does, by one thread.
+__device__ void load_tiles(const Problem& p, Shared& s, const CUtensorMap* query_map, const CUtensorMap* cache_map) {
+  Segment segment = s.segment;
+  const int layer = min(max(*p.layer, 0), p.layers - 1);
+  uint32_t tile = 0;  // of the block's run
+  for (uint32_t number = 0; segment.request < p.batch; ++number) {
+    sm90::wait(&s.query_empty, number % 2 ^ 1);
+    sm90::arrive_expecting(&s.query_full, kTileBytes);
+    const int row = segment.request * p.nodes * p.heads + segment.tile * kTileRows;
+    for (int box = 0; box < kBoxes; ++box) {
+      sm90::load_box(s.query + box * sm90::kBoxBytes, query_map, &s.query_full, box * 64, row);
+    }
+    for (int step = segment.step; step < segment.end_step; ++step, ++tile) {
+      const int buffer = tile % 2;
+      for (int i = 0; i < 2; ++i) {
+        const int half = i ^ buffer;
+        sm90::wait(&s.empty[buffer][half], tile / 2 % 2 ^ 1);
+        for (int box = first_box(half); box < end_box(half); ++box) {
+          sm90::arrive_expecting(&s.full[buffer][box], sm90::kBoxBytes);
+          sm90::load_box(s.keys[buffer] + box * sm90::kBoxBytes, cache_map, &s.full[buffer][box], box * 64,
+                         step * kHopperStep, layer * p.batch + segment.request);
+        }
+      }
+    }
+    next_segment(p, &segment);
+  }
+}
+
+// Makes what is not finite in a buffer's latent numbers zero. A node's row may be NaN, and nodes that do not see it
+// multiply it by zero; by now it has made the scores of those that do see it NaN.
+__device__ __forceinline__ void clear_not_finite(uint8_t* keys, int thread) {
+  uint4* chunks = reinterpret_cast<uint4*>(keys);
+#pragma unroll 1
+  for (int i = thread; i < 2 * kHalfBoxes * static_cast<int>(sm90::kBoxBytes) / 16; i += kGroupThreads) {
+    const uint4 x = chunks[i];
+    chunks[i] = make_uint4(finite(x.x), finite(x.y), finite(x.z), finite(x.w));
+  }
+}
+
+// Starts the product of the queries with tile `tile`, box by box as they come.
+template <int kSide>
+__device__ __forceinline__ void start_scores(Shared& s, uint32_t tile, float (&score)[32]) {
+  const uint32_t query = sm90::shared_address(s.query), keys = sm90::shared_address(s.keys[kSide]);
+#pragma unroll
+  for (int i = 0; i < kBoxes; ++i) {
+    // The half that is filled first comes first.
+    const int box = kSide == 0 ? i : (i + kHalfBoxes) % kBoxes;
+    sm90::wait(&s.full[kSide][box], tile / 2 % 2);
+    sm90::begin_products();
+#pragma unroll
+    for (int k = 0; k < 4; ++k) {
+      sm90::multiply_64(score, sm90::along_rows(query + box * sm90::kBoxBytes + k * 32),
+                        sm90::along_rows(keys + box * sm90::kBoxBytes + k * 32), i + k > 0);
+    }
+  }
+  sm90::end_products();
+}
+
+// A greatest score is replaced when one exceeds it by this many powers of two. Until then weights may exceed 1, which
+// costs no precision, and the output need not shrink.
+constexpr float kSlack = 8;
+
+// Scores of a thread's two rows to weights, as the second product takes them from registers: four depths of 16 cache
+// rows. `factor` becomes what the output so far shrinks by.
+__device__ __forceinline__ void weigh(float (&score)[32], float (&maximum)[2], float (&sum)[2], float (&factor)[2],
+                                      uint32_t (&weights)[4][4]) {
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    float top = maximum[half];
+#pragma unroll
+    for (int n = 0; n < 8; ++n) top = fmaxf(top, fmaxf(score[n * 4 + half * 2], score[n * 4 + half * 2 + 1]));
+    top = fmaxf(top, __shfl_xor_sync(~0u, top, 1));
+    top = fmaxf(top, __shfl_xor_sync(~0u, top, 2));
+    const bool replaced = top > maximum[half] + kSlack;
+    factor[half] = replaced ? power_of_two(maximum[half] - top) : 1.0f;
+    if (replaced) maximum[half] = top;
+    const float shift = maximum[half] == -INFINITY ? 0.0f : maximum[half];  // nothing seen so far
+    sum[half] *= factor[half];
+#pragma unroll
+    for (int n = 0; n < 8; ++n) {
+      const float x = power_of_two(score[n * 4 + half * 2] - shift);
+      const float y = power_of_two(score[n * 4 + half * 2 + 1] - shift);
+      sum[half] += x + y;
+      weights[n / 2][n % 2 * 2 + half] = pack(x, y);
+    }
+  }
+}
+
+__device__ __forceinline__ void rescale(float (&out)[kColumns / 2], const float (&factor)[2]) {
+  if (!__any_sync(~0u, factor[0] != 1.0f || factor[1] != 1.0f)) return;
+  sm90::wait_products<0>();  // none may be under way while registers of one change
+  sm90::pin(out);
+#pragma unroll
+  for (int n = 0; n < kColumns / 8; ++n) {
+    out[n * 4] *= factor[0];
+    out[n * 4 + 1] *= factor[0];
+    out[n * 4 + 2] *= factor[1];
+    out[n * 4 + 3] *= factor[1];
+  }
+}
+
+// What a warpgroup does; `thread` counts inside it.
+template <int kSide>
+__device__ __forceinline__ void attend_side(const Problem& p, Shared& s, int thread) {
+  const int warp = thread / 32, lane = thread % 32;
+  const int upper = warp * 16 + lane / 4;  // the thread's rows are this one and the one 8 below
+  uint32_t tile = 0;                       // of the block's run
+  for (uint32_t number = 0; s.segment.request < p.batch; ++number) {
+    // Read where it is needed: registers are what a thread lacks.
+    const Segment& segment = s.segment;
+    const int first_step = segment.step, length = segment.length;
+    const uint32_t first = tile, end = tile + (segment.end_step - first_step);
+
+    float out[kColumns / 2], score[32], maximum[2] = {-INFINITY, -INFINITY}, sum[2] = {}, factor[2];
+#pragma unroll
+    for (int i = 0; i < kColumns / 2; ++i) out[i] = 0;
+    sm90::wait(&s.query_full, number % 2);
+    if (first % 2 != kSide && first + 1 == end && lane == 0) sm90::arrive(&s.query_empty);  // it multiplies none
+
+    // The tile of the other warpgroup: its weights times this one's columns.
+    const auto other_tile = [&] {
+      sm90::sync_at(kPublished + (kSide ^ 1), kComputeThreads);
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        factor[half] = s.factor[upper + half * 8];
+        maximum[half] = s.maximum[upper + half * 8];
+        sum[half] *= factor[half];
+      }
+      rescale(out, factor);
+#pragma unroll
+      for (int box = 0; box < kHalfBoxes; ++box) {
+        sm90::wait(&s.full[kSide ^ 1][first_box(kSide) + box], tile / 2 % 2);
+      }
+      sm90::begin_products();
+      const uint32_t weights = sm90::shared_address(s.weights);
+      const uint32_t values = sm90::shared_address(s.keys[kSide ^ 1] + first_box(kSide) * sm90::kBoxBytes);
+#pragma unroll
+      for (int k = 0; k < 4; ++k) {
+        sm90::multiply_256(out, sm90::along_rows(weights + k * 32), sm90::down_rows(values + k * 2048));
+      }
+      sm90::end_products();
+    };
+    // A tile of this one: scores, weights, and the product.
+    const auto own_tile = [&] {
+      if (tile + 2 >= end && lane == 0) sm90::arrive(&s.query_empty);
+      const int key = (first_step + static_cast<int>(tile - first)) * kHopperStep;
+#pragma unroll
+      for (int i = 0; i < 32; ++i) score[i] *= p.log2_scale;
+      if (key + kHopperStep > length) {
+        sm90::sync_at(kGroup + kSide, kGroupThreads);  // every warp's scores are there
+        clear_not_finite(s.keys[kSide], thread);
+        sm90::fence_writes();
+        sm90::sync_at(kGroup + kSide, kGroupThreads);
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          const int node = min((segment.tile * kTileRows + upper + half * 8) / p.heads, segment.nodes - 1);
+          const uint32_t* ancestors = p.ancestors + (static_cast<int64_t>(segment.request) * p.nodes + node) * p.words;
+#pragma unroll
+          for (int w = 0; w < 2; ++w) {
+            const uint32_t seen = visible(ancestors, p.words, key + w * 32 - length, segment.nodes) >> lane % 4 * 2;
+#pragma unroll
+            for (int i = 0; i < 8; ++i) {
+              float& x = score[(w * 4 + i / 2) * 4 + half * 2 + i % 2];
+              x = seen >> (i / 2 * 8 + i % 2) & 1 ? (fabsf(x) <= FLT_MAX ? x : NAN) : -INFINITY;
+            }
+          }
+        }
+      }
+      uint32_t weights[4][4];
+      weigh(score, maximum, sum, factor, weights);
+      sm90::wait_products<0>();
+      sm90::pin(out);
+      if (tile > first && lane == 0) sm90::arrive(&s.empty[kSide ^ 1][kSide]);
+      rescale(out, factor);
+      sm90::sync_at(kGroup + kSide, kGroupThreads);  // no warp's product still reads the weights of the tile before
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const int row = upper + half * 8;
+#pragma unroll
+        for (int n = 0; n < 8; ++n) {
+          *reinterpret_cast<uint32_t*>(s.weights + row * 128 + ((n ^ row % 8) << 4) + lane % 4 * 4) =
+              weights[n / 2][n % 2 * 2 + half];
+        }
+        if (lane % 4 == 0) {
+          s.factor[row] = factor[half];
+          s.maximum[row] = maximum[half];
+        }
+      }
+      sm90::fence_writes();
+      sm90::arrive_at(kPublished + kSide, kComputeThreads);
+      sm90::begin_products();
+      const uint32_t values = sm90::shared_address(s.keys[kSide] + first_box(kSide) * sm90::kBoxBytes);
+#pragma unroll
+      for (int k = 0; k < 4; ++k) sm90::multiply_256(out, weights[k], sm90::down_rows(values + k * 2048));
+      sm90::end_products();
+      sm90::wait_products<0>();
+      sm90::pin(out);
+      if (lane == 0) sm90::arrive(&s.empty[kSide][kSide]);
+    };
+    if (first % 2 == kSide) {
+      start_scores<kSide>(s, tile, score);
+      sm90::wait_products<0>();
+      sm90::pin(score);
+      own_tile();
+      ++tile;
+    }
+    while (tile + 1 < end) {
+      start_scores<kSide>(s, tile + 1, score);
+      other_tile();
+      sm90::wait_products<1>();
+      sm90::pin(score);
+      ++tile;
+      own_tile();
+      ++tile;
+    }
+    if (tile < end) {
+      other_tile();
+      sm90::wait_products<0>();
+      sm90::pin(out);
+      if (lane == 0) sm90::arrive(&s.empty[kSide ^ 1][kSide]);
+      ++tile;
+    }
+
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      sum[half] += __shfl_xor_sync(~0u, sum[half], 1);
+      sum[half] += __shfl_xor_sync(~0u, sum[half], 2);
+      if (lane % 4 == 0) s.sum[kSide][upper + half * 8] = sum[half];
+    }
+    sm90::sync_at(kCompute, kComputeThreads);
+    const bool whole = first_step == 0 && segment.end_step == segment.steps;
+    float* part = part_of(p, blockIdx.x, first_step == 0);
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int row = upper + half * 8, query_row = segment.tile * kTileRows + row;
+      const float total = s.sum[0][row] + s.sum[1][row];
+      const int column = kSide * kColumns + lane % 4 * 2;
+      if (whole) {
+        if (query_row < segment.nodes * p.heads) {
+          const float inverse = 1.0f / total;
+          __nv_bfloat16* to =
+              p.out + (static_cast<int64_t>(segment.request) * p.nodes * p.heads + query_row) * DDTREE_LATENT_DIM + column;
+#pragma unroll
+          for (int n = 0; n < kColumns / 8; ++n) {
+            *reinterpret_cast<uint32_t*>(to + n * 8) =
+                pack(out[n * 4 + half * 2] * inverse, out[n * 4 + half * 2 + 1] * inverse);
+          }
+        }
+      } else {
+        if (kSide == 0 && lane % 4 == 0) {
+          part[kTileRows * DDTREE_LATENT_DIM + row] = maximum[half];
+          part[kTileRows * (DDTREE_LATENT_DIM + 1) + row] = total;
+        }
+        float* to = part + row * DDTREE_LATENT_DIM + column;
+#pragma unroll
+        for (int n = 0; n < kColumns / 8; ++n) {
+          *reinterpret_cast<float2*>(to + n * 8) = make_float2(out[n * 4 + half * 2], out[n * 4 + half * 2 + 1]);
+        }
+      }
+    }
+    sm90::sync_at(kCompute, kComputeThreads);  // the segment has been read
+    if (kSide == 0 && thread == 0) next_segment(p, &s.segment);
+    sm90::sync_at(kCompute, kComputeThreads);
+  }
+}
+
+__global__ void __launch_bounds__(kThreads, 1)
+    attend(const Problem p, const __grid_constant__ CUtensorMap query_map, const __grid_constant__ CUtensorMap cache_map) {
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+  extern __shared__ __align__(1024) uint8_t memory[];
+  Shared& s = *reinterpret_cast<Shared*>(memory);
+  const int thread = threadIdx.x, lane = thread % 32;
+  if (thread < 32) {
+    const int64_t run = run_length(steps_before(p, p.batch, lane), gridDim.x);
+    int64_t before;
+    const int request = find_request(p, run * blockIdx.x, lane, &before);
+    if (lane == 0) {
+      s.segment.at = run * blockIdx.x;
+      s.segment.left = run;
+      s.segment.before = before;
+      s.segment.request = request;
+      next_segment(p, &s.segment);
+    }
+  } else if (thread == 32) {
+    for (int buffer = 0; buffer < 2; ++buffer) {
+      for (int box = 0; box < kBoxes; ++box) sm90::init_barrier(&s.full[buffer][box], 1);
+      for (int half = 0; half < 2; ++half) sm90::init_barrier(&s.empty[buffer][half], kGroupThreads / 32);
+    }
+    sm90::init_barrier(&s.query_full, 1);
+    sm90::init_barrier(&s.query_empty, kComputeThreads / 32);
+    sm90::fence_barrier_init();
+  }
+  __syncthreads();
+  // As the compiler must know, a warpgroup goes one way.
+  const int group = __shfl_sync(~0u, thread / kGroupThreads, 0);
+  if (group == 2) {
+    sm90::give_registers<24>();
+    if (thread == kComputeThreads) load_tiles(p, s, &query_map, &cache_map);
+  } else {
+    sm90::take_registers<240>();
+    if (group == 0) {
+      attend_side<0>(p, s, thread);
+    } else {
+      attend_side<1>(p, s, thread - kGroupThreads);
+    }
+  }
+#endif
+}
+
+using Encode = decltype(&cuTensorMapEncodeTiled);
+
+// The driver's function, without a link to the driver's library: the extension must load where there is none.
+Encode encoder() {
+  void* found = nullptr;
+  cudaDriverEntryPointQueryResult result;
+  if (cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &found, 12000, cudaEnableDefault, &result) !=
+          cudaSuccess ||
+      result != cudaDriverEntryPointSuccess) {
+    return nullptr;
+  }
+  return reinterpret_cast<Encode>(found);
+}
+
+// A map of `rows` rows of `planes` planes, cut into boxes of 64 x 64.
+bool encode_map(Encode encode, const void* data, int64_t rows, int64_t planes, CUtensorMap* map) {
+  const cuuint64_t sizes[3] = {DDTREE_ROW_DIM, static_cast<cuuint64_t>(rows), static_cast<cuuint64_t>(planes)};
+  const cuuint64_t strides[2] = {DDTREE_ROW_DIM * 2, static_cast<cuuint64_t>(rows) * DDTREE_ROW_DIM * 2};
+  const cuuint32_t box[3] = {64, 64, 1}, steps[3] = {1, 1, 1};
+  return encode(map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, planes > 0 ? 3 : 2, const_cast<void*>(data), sizes, strides, box,
+                steps, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+                CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
+}
+
+}  // namespace
+
+int attend_hopper(const Problem& p, int blocks, cudaStream_t stream) {
+  static const Encode encode = encoder();
+  CUtensorMap query_map, cache_map;
+  if (encode == nullptr ||
+      !encode_map(encode, p.query, static_cast<int64_t>(p.batch) * p.nodes * p.heads, 0, &query_map) ||
+      !encode_map(encode, p.cache, p.rows, static_cast<int64_t>(p.layers) * p.batch, &cache_map) ||
+      cudaFuncSetAttribute(attend, cudaFuncAttributeMaxDynamicSharedMemorySize, sizeof(Shared)) != cudaSuccess) {
+    return DDTREE_LAUNCH_FAILED;
+  }
+  attend<<<blocks, kThreads, sizeof(Shared), stream>>>(p, query_map, cache_map);
+  return launch_status();
+}
+
+}  // namespace ddtree

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from ddtree_jax.accept import AcceptedPath as AcceptedPath
     from ddtree_jax.accept import tree_accept as tree_accept
     from ddtree_jax.attention import verify_attn as verify_attn
+    from ddtree_jax.budget import CostCurve as CostCurve
     from ddtree_jax.cache import append_latents as append_latents
     from ddtree_jax.cache import commit_path as commit_path
     from ddtree_jax.config import DecodeConfig as DecodeConfig
@@ -30,6 +31,7 @@ __version__ = "0.1.0"
 #: Each public name and the submodule that defines it, as above.
 _HOMES = {
     "AcceptedPath": "accept",
+    "CostCurve": "budget",
     "DecodeConfig": "config",
     "DecodeResult": "decode",
     "DecodeState": "decode",

@@ -57,6 +57,7 @@ _FIELDS = {
     ],
     "expert_mlp": [
         (_POINTER, "x expert_ids expert_weights gate_up gate_up_scale down down_scale partial out"),
+        *_WORKSPACE,
         (_SIZE, "tokens top_k experts hidden inner"),
         (_INT, "dtype"),
     ],
@@ -73,7 +74,12 @@ def _block(name: str) -> type[ctypes.Structure]:
 BLOCKS = {name: _block(name) for name in _FIELDS}
 
 #: How many sizes each workspace query takes, and whether a dtype follows them.
-_WORKSPACES = {"draft_topk": (3, False), "tree_build": (4, False), "verify_attn": (4, True)}
+_WORKSPACES = {
+    "draft_topk": (3, False),
+    "tree_build": (4, False),
+    "verify_attn": (4, True),
+    "expert_mlp": (5, True),
+}
 
 
 def _path() -> str:

@@ -26,6 +26,7 @@ def kernel_primitive(
     attributes: Sequence[str] = (),
     aliases: dict[int, int] | None = None,
     workspace: dict[str, Callable] | None = None,
+    plain: dict[str, tuple[str, Callable]] | None = None,
 ) -> jax.extend.core.Primitive:
     """Makes the primitive of the kernel `ddtree_{name}`.
 
@@ -38,6 +39,8 @@ def kernel_primitive(
       aliases: operand index -> result index that is the same buffer.
       workspace: platform -> (*avals, **parameters) -> bytes of scratch; an extra result, so that XLA
         owns the memory.
+      plain: platform -> (flag, *operands -> results): plain JAX that takes the kernel's place on that
+        platform in calls whose parameter of that name is false.
 
     Returns:
       A primitive with multiple results.
@@ -50,7 +53,11 @@ def kernel_primitive(
         return [_varying_like(avals, r) for r in shapes(*avals, **parameters)]
 
     def call(platform):
+        flag, in_plain_jax = (plain or {}).get(platform, (None, None))
+
         def run(*operands, **parameters):
+            if flag is not None and not parameters[flag]:
+                return in_plain_jax(*operands)
             avals = [jax.typeof(operand) for operand in operands]
             results = list(shapes(*avals, **parameters))
             if platform in (workspace or {}):

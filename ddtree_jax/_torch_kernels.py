@@ -370,7 +370,7 @@ def expert_mlp(
     down: torch.Tensor,
     down_scale: torch.Tensor,
 ) -> torch.Tensor:
-    """Routed experts with packed int4 weights (`ddtree_jax.expert_mlp`), on the CPU.
+    """Routed experts with packed int4 weights (`ddtree_jax.expert_mlp`).
 
     Args:
       x: float32 or bfloat16 [T, D].
@@ -385,8 +385,6 @@ def expert_mlp(
       ValueError: another dtype, shape or device, a tensor that is not contiguous, or D or I no multiple of 32.
     """
     tensor("x", x, ("T", "D"), _FLOATS)
-    if x.device.type != "cpu":
-        raise ValueError(f"expert_mlp runs on the CPU, and x is on {x.device}: move it with .cpu()")
     tokens, hidden = x.shape
     tensor("expert_ids", expert_ids, (tokens, "k"), torch.int32, x)
     tensor("expert_weights", expert_weights, expert_ids.shape, torch.float32, x)
@@ -401,10 +399,12 @@ def expert_mlp(
     shape = (experts, hidden, inner // _GROUP)
     tensor("down_scale", down_scale, shape, torch.bfloat16, x)
     out = torch.empty_like(x)
-    partial = _empty(x, torch.float32, tokens, top_k, hidden)
+    on_cpu = x.device.type == "cpu"
+    partial = _empty(x, torch.float32, tokens, top_k, hidden) if on_cpu else None
     block = _call(
         "expert_mlp",
         x,
+        workspace=(tokens, top_k, experts, hidden, inner, _TAGS[x.dtype]),
         x=x,
         expert_ids=expert_ids,
         expert_weights=expert_weights,
@@ -421,7 +421,8 @@ def expert_mlp(
         inner=inner,
         dtype=_TAGS[x.dtype],
     )
-    _clib.check("expert_mlp", _clib.library().ddtree_expert_mlp_sum_cpu(ctypes.byref(block)))
+    if on_cpu:
+        _clib.check("expert_mlp", _clib.library().ddtree_expert_mlp_sum_cpu(ctypes.byref(block)))
     return out
 
 

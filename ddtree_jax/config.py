@@ -7,6 +7,7 @@ import enum
 import math
 
 from ddtree_jax import _checks
+from ddtree_jax.budget import CostCurve
 from ddtree_jax.tree import MAX_BUDGET
 
 MODES = ("ddtree", "chain", "ar")
@@ -36,6 +37,9 @@ class DecodeConfig:
       budget: draft nodes of a tree, root excluded, 0 .. 256 (DDTree, section 3).
       keep_spine: keep the chain's path in the tree when `budget` has room for it, so that a tree
         never accepts less than the chain would.
+      cost_curve: measured times of a round. With it mode "ddtree" gives each round the passes' size and each
+        request the nodes that promise the most tokens a second (`ddtree_jax.budget`), and drafts rarely while
+        no draft pays; `budget` still bounds them. None always verifies `budget` nodes.
       max_new_tokens: tokens to emit after each prompt, at most.
       stop_tokens: token ids that end a request; the stop token itself is emitted.
       temperature: 0 takes the most probable token, more draws from softmax(logits / temperature).
@@ -55,6 +59,7 @@ class DecodeConfig:
     mode: str = "ddtree"
     budget: int = 16
     keep_spine: bool = True
+    cost_curve: CostCurve | None = None
     max_new_tokens: int = 128
     stop_tokens: tuple[int, ...] = ()
     temperature: float = 0.0
@@ -71,6 +76,8 @@ class DecodeConfig:
         self._set("mode", str(self.mode))
         self._whole("budget", 0, MAX_BUDGET)
         self._set("keep_spine", _checks.flag("keep_spine", self.keep_spine))
+        if self.cost_curve is not None and not isinstance(self.cost_curve, CostCurve):
+            raise ValueError(f"cost_curve must be a CostCurve or None, not {self.cost_curve!r}")
         self._whole("max_new_tokens", 0, 2**30)
         self._whole("top_k", 0, 2**30)
         self._whole("seed", *SEEDS)

@@ -25,6 +25,7 @@ import numpy as np
 
 from ddtree_jax import _checks, sampling
 from ddtree_jax.accept import AcceptedPath, tree_accept
+from ddtree_jax.budget import Pause, first_nodes, node_budgets
 from ddtree_jax.cache import commit_path
 from ddtree_jax.config import SEEDS, DecodeConfig, FinishReason
 from ddtree_jax.tree import DraftTree, chain_tree, draft_topk, tree_build
@@ -138,16 +139,25 @@ def ddtree_decode(
     if config.max_rounds != 0:
 
         def running(carry):
-            rounds, state = carry
+            rounds, state, _ = carry
             alive = jnp.any(state.finish_reason == FinishReason.RUNNING)
             return alive if config.max_rounds is None else alive & (rounds < config.max_rounds)
 
         def body(carry):
-            rounds, state = carry
-            tree = draft_tree(target, drafter, state, config)
-            return rounds + 1, verify_round(target, drafter, state, tree, config)[0]
+            rounds, state, pause = carry
+            if not _is_sized(config):
+                tree = draft_tree(target, drafter, state, config)
+                return rounds + 1, verify_round(target, drafter, state, tree, config)[0], pause
+            # A draft only reads the caches, so that this conditional copies none.
+            tree, pays = jax.lax.cond(
+                pause.left == 0,
+                lambda: _draft(target, drafter, state, config),
+                lambda: (_bare_tree(drafter, state, config), jnp.bool_(False)),
+            )
+            state = _sized_round(target, drafter, state, tree, config)
+            return rounds + 1, state, pause.after(pays)
 
-        _, state = jax.lax.while_loop(running, body, (jnp.int32(0), state))
+        _, state, _ = jax.lax.while_loop(running, body, (jnp.int32(0), state, Pause.none()))
     return DecodeResult(
         tokens=state.tokens,
         lengths=state.lengths,
@@ -170,21 +180,69 @@ def max_nodes(drafter, config: DecodeConfig) -> int:
 
 def draft_tree(target, drafter, state: DecodeState, config: DecodeConfig) -> DraftTree:
     """The tree that the next round verifies; requests that have finished get an empty one."""
+    return _draft(target, drafter, state, config)[0]
+
+
+def _draft(target, drafter, state, config) -> tuple[DraftTree, jax.Array]:
+    """`draft_tree`, and whether it pays by the config's cost curve (true without one)."""
+    nodes, pays = max_nodes(drafter, config), jnp.bool_(True)
+    if nodes == 1:
+        return _bare_tree(drafter, state, config), pays
     running = state.finish_reason == FinishReason.RUNNING
     roots = _root_tokens(state)
     with jax.named_scope("draft"):
-        nodes = max_nodes(drafter, config)
-        if nodes == 1:
-            tree = chain_tree(roots[:, None], jnp.ones_like(state.lengths))
-            tree = dataclasses.replace(tree, max_depth=max_path(drafter, config))
-        else:
-            logits = drafter.draft(target, state.draft_cache, roots, state.lengths - 1)
-            k = 1 if config.mode == "chain" else min(config.budget, target.vocab_size)
-            log_probs, token_ids = draft_topk(logits, k)
-            tree = tree_build(
-                log_probs, token_ids, roots, budget=nodes - 1, keep_spine=config.keep_spine
-            )
-        return dataclasses.replace(tree, num_nodes=jnp.where(running, tree.num_nodes, 0))
+        logits = drafter.draft(target, state.draft_cache, roots, state.lengths - 1)
+        k = 1 if config.mode == "chain" else min(config.budget, target.vocab_size)
+        log_probs, token_ids = draft_topk(logits, k)
+        budgets = None
+        if _is_sized(config):
+            best = tree_build(log_probs, token_ids, roots, budget=nodes - 1)
+            used = jnp.where(running, best.num_nodes, 0)
+            budgets, pays = node_budgets(best.log_probs, used, config.cost_curve)
+        tree = tree_build(
+            log_probs,
+            token_ids,
+            roots,
+            budget=nodes - 1,
+            budgets=budgets,
+            keep_spine=config.keep_spine,
+        )
+    return dataclasses.replace(tree, num_nodes=jnp.where(running, tree.num_nodes, 0)), pays
+
+
+def _bare_tree(drafter, state, config) -> DraftTree:
+    """Roots alone, in a tree of the config's capacity: a step of plain decoding."""
+    shape = (state.lengths.shape[0], max_nodes(drafter, config))
+    tokens = jnp.broadcast_to(_root_tokens(state)[:, None], shape)
+    running = state.finish_reason == FinishReason.RUNNING
+    tree = chain_tree(tokens, running.astype(jnp.int32))
+    return dataclasses.replace(tree, max_depth=max_path(drafter, config))
+
+
+def _is_sized(config: DecodeConfig) -> bool:
+    return config.mode == "ddtree" and config.cost_curve is not None
+
+
+def _sized_round(target, drafter, state: DecodeState, tree: DraftTree, config: DecodeConfig):
+    """`verify_round` in the smallest of the curve's passes that the trees fit."""
+    sizes = (tree.tokens.shape[1],)
+    if _is_sized(config):
+        sizes = config.cost_curve.sizes(*sizes)
+    if len(sizes) == 1:
+        return verify_round(target, drafter, state, first_nodes(tree, sizes[0]), config)[0]
+    # One loop of at most one turn for each size, and no `lax.switch`: XLA updates what a loop carries in place,
+    # but copies whole caches into and out of a conditional.
+    left = jnp.searchsorted(jnp.asarray(sizes, jnp.int32), jnp.max(tree.num_nodes)).astype(
+        jnp.int32
+    )
+    for i, size in enumerate(sizes):
+
+        def turn(carry, size=size):
+            cut = first_nodes(tree, size)
+            return jnp.int32(-1), verify_round(target, drafter, carry[1], cut, config)[0]
+
+        left, state = jax.lax.while_loop(lambda carry, i=i: carry[0] == i, turn, (left, state))
+    return state
 
 
 def verify_round(

@@ -4,24 +4,35 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
-from jax.interpreters import mlir
 
 from ddtree_jax import _checks
+from ddtree_jax._ffi import workspace_bytes
 from ddtree_jax._primitive import kernel_primitive
 
 GROUP = 32  # inputs that share a scale
 PER_WORD = 8  # weights in a word
+#: Whether `expert_mlp` runs its kernel on CUDA when the caller does not say. The kernel has not yet run on a
+#: GPU; until it has, and its tests in tests/gpu pass there, models keep to plain JAX.
+CUDA_KERNEL = False
 
 
 def expert_mlp(
-    x, expert_ids, expert_weights, gate_up, gate_up_scale, down, down_scale
+    x,
+    expert_ids,
+    expert_weights,
+    gate_up,
+    gate_up_scale,
+    down,
+    down_scale,
+    *,
+    cuda_kernel: bool | None = None,
 ) -> jax.Array:
     """sum_j expert_weights[t, j] * E(x[t]) with E = expert_ids[t, j] and E(x) = down(silu(gate x) * up x).
 
     T tokens, D model numbers, k experts a token, E experts, I inner numbers. A word of packed weights holds
     eight inputs, the first in the lowest nibble, as q + 8; q stands for q * scale of its 32 inputs
     (compressed-tensors, `pack-quantized`). Only experts that some token chose are read. On a CPU this is a
-    kernel; elsewhere it is plain JAX, a scan over the experts.
+    kernel, and on CUDA with `cuda_kernel`; else it is plain JAX there, a scan over the experts.
 
     Args:
       x: float32 or bfloat16 [T, D].
@@ -31,9 +42,26 @@ def expert_mlp(
       gate_up_scale: bf16[E, 2I, D / 32].
       down: i32[E, D, I / 8].
       down_scale: bf16[E, D, I / 32].
+      cuda_kernel: on CUDA, run the kernel, which serves up to 2048 experts; `CUDA_KERNEL` by default.
 
     Returns:
       [T, D] in x's dtype, summed in float32.
+
+    Raises:
+      ValueError: another dtype or shape; D or I no multiple of 32.
+      NotImplementedError: `cuda_kernel` on CUDA in a build without CUDA kernels.
+    """
+    operands = check_operands(
+        x, expert_ids, expert_weights, gate_up, gate_up_scale, down, down_scale
+    )
+    cuda_kernel = CUDA_KERNEL if cuda_kernel is None else _checks.flag("cuda_kernel", cuda_kernel)
+    return _expert_mlp.bind(*operands, cuda_kernel=cuda_kernel)[0]
+
+
+def check_operands(
+    x, expert_ids, expert_weights, gate_up, gate_up_scale, down, down_scale
+) -> tuple[jax.Array, ...]:
+    """The operands of `expert_mlp` as arrays.
 
     Raises:
       ValueError: another dtype or shape; D or I no multiple of 32.
@@ -52,9 +80,7 @@ def expert_mlp(
     gate_up_scale = _checks.array("gate_up_scale", gate_up_scale, shape, jnp.bfloat16)
     shape = (experts, hidden, inner // GROUP)
     down_scale = _checks.array("down_scale", down_scale, shape, jnp.bfloat16)
-    return _expert_mlp.bind(
-        x, expert_ids, expert_weights, gate_up, gate_up_scale, down, down_scale
-    )[0]
+    return x, expert_ids, expert_weights, gate_up, gate_up_scale, down, down_scale
 
 
 def _scan_over_experts(x, expert_ids, expert_weights, gate_up, gate_up_scale, down, down_scale):
@@ -62,8 +88,8 @@ def _scan_over_experts(x, expert_ids, expert_weights, gate_up, gate_up_scale, do
 
     def matrices(expert):
         return (
-            _unpack(gate_up[expert], gate_up_scale[expert], x.dtype),
-            _unpack(down[expert], down_scale[expert], x.dtype),
+            unpack(gate_up[expert], gate_up_scale[expert], x.dtype),
+            unpack(down[expert], down_scale[expert], x.dtype),
         )
 
     return [sum_of_chosen(x, expert_ids, expert_weights, down.shape[0], matrices)]
@@ -101,21 +127,27 @@ def sum_of_chosen(x, expert_ids, expert_weights, experts: int, matrices) -> jax.
     return total.astype(x.dtype)
 
 
-def _unpack(words, scales, dtype):
-    """Words [rows, inputs / 8] and scales [rows, inputs / 32] to weights [rows, inputs]."""
+def unpack(words, scales, dtype) -> jax.Array:
+    """Words i32[..., inputs / 8] and scales [..., inputs / 32] to weights [..., inputs] of `dtype`."""
     nibbles = (words[..., None] >> (4 * jnp.arange(PER_WORD, dtype=jnp.int32))) & 15
     values = (nibbles - 8).astype(dtype).reshape(*scales.shape, GROUP)
-    return (values * scales[..., None].astype(dtype)).reshape(words.shape[0], -1)
+    return (values * scales[..., None].astype(dtype)).reshape(*words.shape[:-1], -1)
+
+
+def _cuda_workspace(x, ids, shares, gate_up, gate_up_scale, down, down_scale, **_):
+    sizes = (*ids.shape, down.shape[0], x.shape[1], down.shape[2] * PER_WORD)
+    return workspace_bytes("expert_mlp_workspace", *sizes, int(x.dtype == jnp.bfloat16))
 
 
 _expert_mlp = kernel_primitive(
     "expert_mlp",
-    lambda x, *_: [jax.ShapeDtypeStruct(x.shape, x.dtype)],
+    lambda x, *_, cuda_kernel: [jax.ShapeDtypeStruct(x.shape, x.dtype)],
     batch_axes=(0, 0, 0, None, None, None, None),
     result_batch_axes=(0,),
-    # Each chosen expert's output for each token, before they are weighed and summed.
-    workspace={"cpu": lambda x, ids, *_: 4 * ids.size * x.shape[1]},
-)
-mlir.register_lowering(
-    _expert_mlp, mlir.lower_fun(_scan_over_experts, multiple_results=True), platform="cuda"
+    workspace={
+        # Each chosen expert's output for each token, before they are weighed and summed.
+        "cpu": lambda x, ids, *_, **__: 4 * ids.size * x.shape[1],
+        "cuda": _cuda_workspace,
+    },
+    plain={"cuda": ("cuda_kernel", _scan_over_experts)},
 )

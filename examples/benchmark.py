@@ -1,6 +1,9 @@
-"""Times the kernels on this machine's device, beside the floor and beside plain XLA.
+"""Times the kernels on this machine's device, beside the floor and beside plain XLA; or a whole step.
 
 python examples/benchmark.py --suite=kernels --json=kernels.json
+python examples/benchmark.py --suite=step --json=step.json --figure=step.png
+
+The step's suite is in step_suite.py; what follows is about the kernels'.
 
 Calls run one after the other inside one jitted loop, several in a round of it; the time a call is the difference
 between a long and a short loop divided by the difference of their calls, so that neither dispatch nor the loop's start
@@ -20,7 +23,7 @@ import time
 
 from absl import app, flags, logging
 
-_SUITE = flags.DEFINE_enum("suite", "kernels", ["kernels"], "What to time.")
+_SUITE = flags.DEFINE_enum("suite", "kernels", ["kernels", "step"], "What to time.")
 _JSON = flags.DEFINE_string("json", None, "Write the rows to this file.")
 _ONLY = flags.DEFINE_string("only", "", "Only rows whose kernel's name contains this.")
 _REPEATS = flags.DEFINE_integer("repeats", 7, "Differences to take the median of.")
@@ -31,6 +34,18 @@ _BANDWIDTH = flags.DEFINE_float(
     "bandwidth", 4.42e12, "Bytes a second the device reads, for the floor."
 )
 _MATRIX_RATE = flags.DEFINE_float("matrix_rate", 7.2e14, "bf16 FLOP a second, for the floor.")
+_LAYERS = flags.DEFINE_integer(
+    "layers", None, "Layers of the step's target; those that fit if not given."
+)
+_NODES = flags.DEFINE_list("nodes", ["1", "8", "17", "33", "65"], "Sizes of the step's pass.")
+_PREFIXES = flags.DEFINE_list("prefixes", None, "Context lengths of the step.")
+_BATCH = flags.DEFINE_integer("batch_size", 1, "Requests of the step.")
+_FIGURE = flags.DEFINE_string(
+    "figure", None, "Draw the step's times to this file (needs matplotlib)."
+)
+_CUDA_EXPERTS = flags.DEFINE_bool(
+    "cuda_experts", None, "Routed experts on CUDA by the kernel; the library's choice if not given."
+)
 
 
 @dataclasses.dataclass
@@ -52,6 +67,13 @@ def main(argv):
 
     full = _SIZE.value == "full" if _SIZE.value else jax.default_backend() != "cpu"
     device = jax.devices()[0].device_kind
+    if _CUDA_EXPERTS.value is not None:
+        from ddtree_jax import experts
+
+        experts.CUDA_KERNEL = _CUDA_EXPERTS.value
+    if _SUITE.value == "step":
+        _step(full, device)
+        return
     print(f"{device}, jax {jax.__version__}, median of {_REPEATS.value}, microseconds")
     print(f"{'kernel':<15}{'shape':<34}{'time':>9}{'floor':>9}{'ratio':>7}{'XLA':>10}")
     rows = [Row("loop", "nothing in it, a round", _empty_loop())]
@@ -64,9 +86,36 @@ def main(argv):
         floor = f"{row.floor:9.1f}{row.time / row.floor:7.1f}" if row.floor else " " * 16
         xla = f"{row.xla:10.1f}" if row.xla else ""
         print(f"{row.kernel:<15}{row.shape:<34}{row.time:9.1f}{floor}{xla}", flush=True)
+    _write_json(device, {"rows": [dataclasses.asdict(row) for row in rows]})
+
+
+def _step(full, device):
+    """The suite "step"."""
+    import step_suite
+    from step_floors import Rates
+
+    prefixes = _PREFIXES.value or ([2048, 8192, 32768] if full else [64, 128])
+    settings = step_suite.Settings(
+        full=full,
+        layers=_LAYERS.value,
+        nodes=tuple(map(int, _NODES.value)),
+        prefixes=tuple(map(int, prefixes)),
+        batch=_BATCH.value,
+        repeats=_REPEATS.value,
+    )
+    report = step_suite.run(settings, Rates(_BANDWIDTH.value, _MATRIX_RATE.value))
+    _write_json(device, dataclasses.asdict(report))
+    if _FIGURE.value:
+        from step_figure import draw
+
+        draw(report, device, _FIGURE.value)
+
+
+def _write_json(device, results):
+    import jax
+
     if _JSON.value:
-        report = {"device": device, "jax": jax.__version__, "argv": sys.argv[1:]}
-        report["rows"] = [dataclasses.asdict(row) for row in rows]
+        report = {"device": device, "jax": jax.__version__, "argv": sys.argv[1:], **results}
         pathlib.Path(_JSON.value).write_text(json.dumps(report, indent=1) + "\n")
 
 
@@ -180,6 +229,9 @@ def _cases(full):
     for batch, prefix, heads in shapes:
         for nodes in (1, 17, 65):
             yield "verify_attn", functools.partial(_verify_attn, full, batch, prefix, heads, nodes)
+
+    for tokens in (8, 17, 33):
+        yield "expert_mlp", functools.partial(_expert_mlp, full, tokens)
 
 
 def _floor(moved, work=0):
@@ -328,6 +380,37 @@ def _verify_attn(full, batch, prefix, heads, nodes):
         per_call(step, *operands),
         floor,
         per_call(plain, *operands, calls=1) if scores < 4e9 else None,
+    )
+
+
+def _expert_mlp(full, tokens):
+    """On CUDA the kernel, beside the plain JAX that takes its place by default."""
+    import jax
+    import jax.numpy as jnp
+    import step_floors
+    import step_model
+
+    from ddtree_jax import expert_mlp
+
+    config = step_model.target_config(full)
+    experts, top_k = config.n_routed_experts, config.num_experts_per_tok
+    hidden, inner = config.hidden_size, config.moe_intermediate_size
+    weights = step_model.random_experts(experts, hidden, inner)
+    noise = jax.random.uniform(jax.random.key(tokens), (tokens, experts))
+    ids = jax.lax.top_k(noise, top_k)[1].astype(jnp.int32)
+    operands = (_random((tokens, hidden)), ids, jnp.full(ids.shape, 0.3, jnp.float32), *weights)
+    touched = len(set(ids.ravel().tolist()))
+
+    def time(**options):
+        return per_call(functools.partial(expert_mlp, **options), *operands, calls=1)
+
+    on_cuda = jax.default_backend() == "gpu"
+    return Row(
+        "expert_mlp",
+        f"T {tokens} E {experts}, {touched} touched, bf16",
+        time(cuda_kernel=True),
+        _floor(touched * step_floors.weight_bytes(weights) / experts),
+        time(cuda_kernel=False) if on_cuda else None,
     )
 
 

@@ -32,6 +32,11 @@ _BUDGET = flags.DEFINE_integer(
     None,
     "Draft nodes of a tree, root excluded, 0 .. 256; 8 on a CPU, where each costs arithmetic, else 16.",
 )
+_COST_CURVE = flags.DEFINE_string(
+    "cost_curve",
+    None,
+    "File of benchmark.py --suite=step --json; rounds then verify what pays, up to the budget.",
+)
 _MAX_NEW = flags.DEFINE_integer("max_new_tokens", 128, "Tokens to emit after each prompt, at most.")
 _TEMPERATURE = flags.DEFINE_float("temperature", 0.0, "0 takes the most probable token.")
 _TOP_P = flags.DEFINE_float("top_p", 1.0, "Draw from this share of the probability; 1 is all.")
@@ -125,8 +130,10 @@ def _run():
     prompts, texts = _prompts(tokenizer, from_demo)
     target = models.load_target(target_path, dtype=dtype)
     drafter = models.load_drafter(drafter_path, target, dtype=dtype) if needs_drafter else None
+    curve = _COST_CURVE.value and ddtree_jax.CostCurve.from_json(_COST_CURVE.value)
     config = ddtree_jax.DecodeConfig(
         mode=_MODE.value,
+        cost_curve=curve or None,
         budget=(8 if on_cpu else 16) if _BUDGET.value is None else _BUDGET.value,
         # More than the context holds would only make room for what can never be said.
         max_new_tokens=min(_MAX_NEW.value, target.max_context),

@@ -205,13 +205,18 @@ typedef struct ddtree_expert_mlp_args {
   const uint16_t* gate_up_scale;  // [E, 2 I, D / 32] bf16
   const int32_t* down;            // [E, D, I / 8]
   const uint16_t* down_scale;     // [E, D, I / 32] bf16
-  float* partial;                 // [T, k, D] scratch
+  float* partial;                 // [T, k, D] scratch, CPU only
   void* out;                      // [T, D] of `dtype`
+  void* workspace;                // CUDA only
+  size_t workspace_bytes;
   int64_t tokens, top_k, experts, hidden, inner;  // T, k, E, D, I; D and I multiples of 32
   int32_t dtype;
 } ddtree_expert_mlp_args;
+size_t ddtree_expert_mlp_workspace(int64_t tokens, int64_t top_k, int64_t experts, int64_t hidden, int64_t inner,
+                                   int32_t dtype);
 int ddtree_expert_mlp_cpu(const ddtree_expert_mlp_args* args, int64_t task, int64_t tasks);  // fills `partial`
 int ddtree_expert_mlp_sum_cpu(const ddtree_expert_mlp_args* args);  // then, once: `partial` to `out`
+int ddtree_expert_mlp_cuda(const ddtree_expert_mlp_args* args, void* stream);  // at most 2048 experts
 
 #undef DDTREE_ARGS_VERSION
 #pragma GCC visibility pop

@@ -214,7 +214,7 @@ inline ffi::Error CommitPathArgs(const Any& cache, const Any& nodes, const Any& 
 
 inline ffi::Error ExpertMlpArgs(const Any& x, const Any& ids, const Any& weights, const Any& gate_up,
                                 const Any& gate_up_scale, const Any& down, const Any& down_scale, Out& out,
-                                Out& partial, ddtree_expert_mlp_args* a) {
+                                ddtree_expert_mlp_args* a) {
   Checker check("ddtree_expert_mlp");
   if (!HasRank(x, 2) || !HasRank(ids, 2) || !HasRank(down, 3)) return check.Require(false, "x must be [T, D]").error();
   const int64_t t = x.dimensions()[0], d = x.dimensions()[1], k = ids.dimensions()[1];
@@ -226,12 +226,10 @@ inline ffi::Error ExpertMlpArgs(const Any& x, const Any& ids, const Any& weights
       .Shape("gate_up", gate_up, {e, 2 * i, d / 8}).Dtype("gate_up", gate_up, ffi::S32)
       .Shape("gate_up_scale", gate_up_scale, {e, 2 * i, d / 32}).Dtype("gate_up_scale", gate_up_scale, ffi::BF16)
       .Shape("down", down, {e, d, i / 8}).Dtype("down", down, ffi::S32)
-      .Shape("down_scale", down_scale, {e, d, i / 32}).Dtype("down_scale", down_scale, ffi::BF16)
-      .Shape("partial", *partial, {4 * t * k * d}).Dtype("partial", *partial, ffi::U8);
+      .Shape("down_scale", down_scale, {e, d, i / 32}).Dtype("down_scale", down_scale, ffi::BF16);
   a->x = Data<void>(x), a->expert_ids = Data<int32_t>(ids), a->expert_weights = Data<float>(weights);
   a->gate_up = Data<int32_t>(gate_up), a->gate_up_scale = Data<uint16_t>(gate_up_scale);
   a->down = Data<int32_t>(down), a->down_scale = Data<uint16_t>(down_scale), a->out = Data<void>(out);
-  a->partial = Data<float>(partial);
   return check.ok() ? ffi::Error::Success() : check.error();
 }
 

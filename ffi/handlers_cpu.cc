@@ -105,9 +105,13 @@ ffi::Error CommitPath(Any cache, Any nodes, Any num_emitted, Any lengths, Out ou
 ffi::Future ExpertMlp(ffi::ThreadPool pool, Any x, Any ids, Any weights, Any gate_up, Any gate_up_scale, Any down,
                       Any down_scale, Out out, Out partial) {
   ddtree_expert_mlp_args args{};
-  ffi::Error error = ExpertMlpArgs(x, ids, weights, gate_up, gate_up_scale, down, down_scale, out, partial, &args);
+  ffi::Error error = ExpertMlpArgs(x, ids, weights, gate_up, gate_up_scale, down, down_scale, out, &args);
   if (error.failure()) return Failed(error);
   const int64_t pairs = args.tokens * args.top_k;
+  Checker check("ddtree_expert_mlp");
+  check.Shape("partial", *partial, {4 * pairs * args.hidden}).Dtype("partial", *partial, ffi::U8);
+  if (!check.ok()) return Failed(check.error());
+  args.partial = Data<float>(partial);
   return Spread(pool, args, ddtree_expert_mlp_cpu, 3.0 * pairs * args.hidden * args.inner, std::min(args.experts, pairs),
                 ddtree_expert_mlp_sum_cpu);
 }

@@ -62,6 +62,15 @@ ffi::Error CommitPath(cudaStream_t stream, Any cache, Any nodes, Any num_emitted
   return error.failure() ? error : Status(ddtree_commit_path_cuda(&args, stream));
 }
 
+ffi::Error ExpertMlp(cudaStream_t stream, Any x, Any ids, Any weights, Any gate_up, Any gate_up_scale, Any down,
+                     Any down_scale, Out out, Out workspace) {
+  ddtree_expert_mlp_args args{};
+  ffi::Error error = ExpertMlpArgs(x, ids, weights, gate_up, gate_up_scale, down, down_scale, out, &args);
+  if (error.failure()) return error;
+  SetWorkspace(workspace, &args);
+  return Status(ddtree_expert_mlp_cuda(&args, stream));
+}
+
 auto OnStream() {
   return ffi::Ffi::Bind().Ctx<ffi::PlatformStream<cudaStream_t>>();
 }
@@ -89,6 +98,10 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(TreeAcceptCuda, TreeAccept,
                               {ffi::Traits::kCmdBufferCompatible});
 XLA_FFI_DEFINE_HANDLER_SYMBOL(CommitPathCuda, CommitPath,
                               OnStream().Arg<Any>().Arg<Any>().Arg<Any>().Arg<Any>().Ret<Any>(),
+                              {ffi::Traits::kCmdBufferCompatible});
+XLA_FFI_DEFINE_HANDLER_SYMBOL(ExpertMlpCuda, ExpertMlp,
+                              OnStream().Arg<Any>().Arg<Any>().Arg<Any>().Arg<Any>().Arg<Any>().Arg<Any>().Arg<Any>()
+                                  .Ret<Any>().Ret<Any>(),
                               {ffi::Traits::kCmdBufferCompatible});
 
 }  // namespace ddtree

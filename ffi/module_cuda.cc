@@ -9,7 +9,7 @@ namespace nb = nanobind;
 #define DDTREE_HANDLERS(X)                                                                                     \
   X(ddtree_draft_topk, DraftTopkCuda) X(ddtree_tree_build, TreeBuildCuda) X(ddtree_verify_attn, VerifyAttnCuda) \
   X(ddtree_append_latents, AppendLatentsCuda) X(ddtree_tree_accept, TreeAcceptCuda)                            \
-  X(ddtree_commit_path, CommitPathCuda)
+  X(ddtree_commit_path, CommitPathCuda) X(ddtree_expert_mlp, ExpertMlpCuda)
 
 namespace ddtree {
 #define DDTREE_DECLARE(target, handler) extern "C" XLA_FFI_Error* handler(XLA_FFI_CallFrame*);
@@ -30,5 +30,7 @@ NB_MODULE(_cuda, m) {
         nb::arg("budget"));
   m.def("verify_attn_workspace", &ddtree_verify_attn_workspace, nb::arg("batch"), nb::arg("rows"), nb::arg("nodes"),
         nb::arg("heads"), nb::arg("dtype"));
+  m.def("expert_mlp_workspace", &ddtree_expert_mlp_workspace, nb::arg("tokens"), nb::arg("top_k"), nb::arg("experts"),
+        nb::arg("hidden"), nb::arg("inner"), nb::arg("dtype"));
   m.attr("ffi_api_version") = nb::make_tuple(XLA_FFI_API_MAJOR, XLA_FFI_API_MINOR);
 }

@@ -23,6 +23,7 @@ CUDA_SRCS = [
     "cuda/append_latents.cu",
     "cuda/commit_path.cu",
     "cuda/draft_topk.cu",
+    "cuda/expert_mlp.cu",
     "cuda/tree_accept.cu",
     "cuda/tree_build.cu",
     "cuda/verify_attn.cu",

@@ -19,22 +19,6 @@ YARN = {
     "mscale_all_dim": 1.0,
 }
 
-QUANTIZATION = {
-    "quant_method": "compressed-tensors",
-    "format": "pack-quantized",
-    "config_groups": {
-        "group_0": {
-            "weights": {
-                "num_bits": 4,
-                "type": "int",
-                "symmetric": True,
-                "strategy": "group",
-                "group_size": 32,
-            }
-        }
-    },
-}
-
 TARGET = {
     "model_type": "kimi_k2",
     "vocab_size": 50,

@@ -130,3 +130,17 @@ def check_cache(rng, device, dtype, *, layers, batch, rows, nodes, width):
     )
     assert bridge.commit_path(held, moved, on_device) is held
     assert_same_bits(held, want)
+
+
+def check_expert_mlp(rng, device, dtype, *, tokens, top_k, experts, hidden, inner, **options):
+    args = (
+        rng.standard_normal((tokens, hidden)).astype(dtype),
+        rng.integers(-1, experts + 1, (tokens, top_k), dtype=np.int32),
+        rng.random((tokens, top_k), dtype=np.float32),
+        rng.integers(-(2**31), 2**31, (experts, 2 * inner, hidden // 8)).astype(np.int32),
+        rng.random((experts, 2 * inner, hidden // 32)).astype(ml_dtypes.bfloat16),
+        rng.integers(-(2**31), 2**31, (experts, hidden, inner // 8)).astype(np.int32),
+        rng.random((experts, hidden, inner // 32)).astype(ml_dtypes.bfloat16),
+    )
+    want = ddtree_jax.expert_mlp(*args, **options)
+    assert_same_bits(bridge.expert_mlp(*(to_torch(x, device) for x in args)), want)

@@ -8,14 +8,14 @@
 #include <cuda.h>
 #include <stdint.h>
 
+#include "ffi/cuda/ptx.h"
+
 namespace ddtree {
 namespace sm90 {
 
 constexpr uint32_t kBoxBytes = 8192;
 
-__device__ __forceinline__ uint32_t shared_address(const void* pointer) {
-  return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
-}
+using ddtree::shared_address;
 
 __device__ __forceinline__ void init_barrier(uint64_t* barrier, uint32_t arrivals) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(barrier)), "r"(arrivals) : "memory");

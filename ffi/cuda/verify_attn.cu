@@ -17,12 +17,13 @@
 
 #include "ffi/arguments.h"
 #include "ffi/cuda/launch.h"
+#include "ffi/cuda/ptx.h"
 #include "ffi/cuda/verify_attn.h"
 #include "ffi/ddtree.h"
 
 namespace {
 
-using namespace ddtree;  // NOLINT: what the two kernels share
+using namespace ddtree;  // NOLINT: what the kernels share
 
 constexpr int kThreads = 256;
 constexpr int kWarps = kThreads / 32;
@@ -44,36 +45,6 @@ constexpr int kSharedBytes = kSegmentOffset + 128;
 static_assert(kSharedBytes <= 99 * 1024, "the smallest opt-in limit among sm_80 and later");
 
 constexpr int kMaxBlocks = 256;  // of the persistent grid
-__device__ __forceinline__ void load_b(uint32_t (&b)[4], uint32_t address) {
-  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
-               : "=r"(b[0]), "=r"(b[1]), "=r"(b[2]), "=r"(b[3])
-               : "r"(address)
-               : "memory");
-}
-
-__device__ __forceinline__ void load_b_transposed(uint32_t (&b)[4], uint32_t address) {
-  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
-               : "=r"(b[0]), "=r"(b[1]), "=r"(b[2]), "=r"(b[3])
-               : "r"(address)
-               : "memory");
-}
-
-__device__ __forceinline__ void multiply(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
-  asm volatile(
-      "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
-      "{%0, %1, %2, %3};"
-      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
-}
-
-__device__ __forceinline__ void copy16(uint32_t to, const void* from) {
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
-}
-
-__device__ __forceinline__ void copy16_or_zero(uint32_t to, const void* from, bool valid) {
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(valid ? 16 : 0) : "memory");
-}
-
 __device__ __forceinline__ void group_barrier(uint32_t group) {
   asm volatile("bar.sync %0, %1;" ::"r"(1 + group), "n"(kParts * 32) : "memory");
 }
@@ -181,7 +152,7 @@ __device__ __forceinline__ void score_step(uint8_t* shared, uint32_t stage, cons
 #pragma unroll
     for (int pair = 0; pair < 2; ++pair) {
       uint32_t key[4];
-      load_b(key, keys + k * 128 + pair * 16 * kRowBytes);
+      load_matrices(key, keys + k * 128 + pair * 16 * kRowBytes);
 #pragma unroll
       for (int m = 0; m < 2; ++m) {
         multiply(score[m][pair * 2], query[m][k], key[0], key[1]);
@@ -295,7 +266,7 @@ __global__ void __launch_bounds__(kThreads, 1) attend(const Problem p) {
   while (segment.request < p.batch) {
     load_step(base + static_cast<uint32_t>(segment.step) % kStages * kStageBytes, segment.cache, segment.step * kStep,
               segment.length + segment.nodes, Place(thread));
-    asm volatile("cp.async.commit_group;" ::: "memory");
+    commit_copies();
 
     uint32_t query[2][kKSteps][4];
     {
@@ -335,7 +306,7 @@ __global__ void __launch_bounds__(kThreads, 1) attend(const Problem p) {
     }
 
     for (int step = segment.step; step < segment.end_step; ++step) {
-      asm volatile("cp.async.wait_group 0;" ::: "memory");
+      wait_copies<0>();
       __syncthreads();
       const uint32_t stage = base + static_cast<uint32_t>(step) % kStages * kStageBytes;
       const bool masked = (step + 1) * kStep > segment.length;
@@ -347,7 +318,7 @@ __global__ void __launch_bounds__(kThreads, 1) attend(const Problem p) {
         load_step(base + static_cast<uint32_t>(step + 1) % kStages * kStageBytes, segment.cache, (step + 1) * kStep,
                   segment.length + segment.nodes, Place(thread));
       }
-      asm volatile("cp.async.commit_group;" ::: "memory");
+      commit_copies();
       if (masked) {
         __syncthreads();
         clear_not_finite(shared + (stage - base), thread);
@@ -389,7 +360,7 @@ __global__ void __launch_bounds__(kThreads, 1) attend(const Problem p) {
 #pragma unroll
           for (int k = 0; k < kColumns; ++k) {
             uint32_t value[4];
-            load_b_transposed(value, values + kk * 16 * kRowBytes + k * 128);
+            load_matrices_transposed(value, values + kk * 16 * kRowBytes + k * 128);
 #pragma unroll
             for (int m = 0; m < 2; ++m) {
               multiply(out[m][k][0], weight[m], value[0], value[1]);

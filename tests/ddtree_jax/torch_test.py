@@ -51,18 +51,7 @@ def test_cache(rng, dtype):
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_expert_mlp(rng, dtype):
-    tokens, top_k, experts, hidden, inner = 5, 2, 4, 64, 96
-    args = (
-        rng.standard_normal((tokens, hidden)).astype(dtype),
-        rng.integers(-1, experts + 1, (tokens, top_k), dtype=np.int32),
-        rng.random((tokens, top_k), dtype=np.float32),
-        rng.integers(-(2**31), 2**31, (experts, 2 * inner, hidden // 8)).astype(np.int32),
-        rng.random((experts, 2 * inner, hidden // 32)).astype(ml_dtypes.bfloat16),
-        rng.integers(-(2**31), 2**31, (experts, hidden, inner // 8)).astype(np.int32),
-        rng.random((experts, hidden, inner // 32)).astype(ml_dtypes.bfloat16),
-    )
-    want = ddtree_jax.expert_mlp(*args)
-    checks.assert_same_bits(bridge.expert_mlp(*map(checks.to_torch, args)), want)
+    checks.check_expert_mlp(rng, "cpu", dtype, tokens=5, top_k=2, experts=4, hidden=64, inner=96)
 
 
 def test_a_layer_may_be_a_tensor(rng):

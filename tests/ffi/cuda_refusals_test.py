@@ -16,6 +16,7 @@ SIZES = {
     "append_latents": dict(layers=1, batch=1, rows=4, nodes=2, width=3),
     "tree_accept": dict(batch=1, max_nodes=4, depth=2, num_stops=1),
     "commit_path": dict(layers=1, batch=1, rows=4, width=3, path=2),
+    "expert_mlp": dict(tokens=1, top_k=1, experts=2, hidden=32, inner=32, dtype=_clib.BF16),
 }
 #: One step over each limit.
 LIMITS = [
@@ -35,6 +36,9 @@ LIMITS = [
     ("append_latents", dict(width=0)),
     ("tree_accept", dict(max_nodes=258)),
     ("commit_path", dict(width=0)),
+    ("expert_mlp", dict(hidden=48)),
+    ("expert_mlp", dict(inner=16)),
+    ("expert_mlp", dict(experts=2049)),
 ]
 
 

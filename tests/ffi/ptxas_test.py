@@ -1,4 +1,4 @@
-"""The CUDA kernels as ptxas sees them for sm_120: no spills, and no more shared memory than a block may have."""
+"""The CUDA kernels as ptxas sees them: no spills, and no more shared memory than a block may have on sm_120."""
 
 import pathlib
 import re
@@ -24,13 +24,19 @@ def _functions(report):
         yield name, spills, shared
 
 
-@pytest.mark.parametrize("source", sorted(path.name for path in (_FFI / "cuda").glob("*.cu")))
-def test_no_spills_on_sm_120(source, tmp_path):
+@pytest.mark.parametrize(
+    ("source", "arch"),
+    [
+        *((path.name, "120") for path in sorted((_FFI / "cuda").glob("*.cu"))),
+        ("expert_mlp.cu", "90a"),
+    ],
+)
+def test_no_spills(source, arch, tmp_path):
     command = [
         "nvcc",
         "-std=c++17",
         "-O3",
-        "-gencode=arch=compute_120,code=sm_120",
+        f"-gencode=arch=compute_{arch},code=sm_{arch}",
         "-Xptxas=-v",
         f"-I{_FFI.parent}",
         "-c",

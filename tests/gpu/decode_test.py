@@ -126,17 +126,19 @@ def test_no_transfer_and_no_cache_copy(rng):
 _CAPTURE = """
 import sys, jax, numpy as np
 from tiny_models import random_drafter, random_target
-from ddtree_jax import DecodeConfig, ddtree_decode
+from ddtree_jax import CostCurve, DecodeConfig, ddtree_decode, experts
 from ddtree_jax.cuda_graphs import whole_loop_options
 from ddtree_jax.models import demo, load_drafter, load_target
-if sys.argv[1] == "demo":
+experts.CUDA_KERNEL = sys.argv[1] == "demo with the experts' kernel"
+if sys.argv[1].startswith("demo"):
     target = load_target(demo.TARGET, dtype="bfloat16")
     drafter = load_drafter(demo.DRAFTER, target, dtype="bfloat16")
 else:
     rng = np.random.default_rng(int(sys.argv[2]))
     target, drafter = random_target(rng, first_k_dense_replace=3), random_drafter(rng)
 tokens, lengths = np.full((1, 8), 7, np.int32), np.array([8], np.int32)
-config = DecodeConfig(max_new_tokens=40)
+curve = CostCurve((1, 8, 17), (1.0, 1.2, 1.3)) if sys.argv[1] == "dense in sizes" else None
+config = DecodeConfig(max_new_tokens=40, cost_curve=curve)
 first = DecodeConfig(max_new_tokens=40, max_rounds=0)
 plain = jax.jit(ddtree_decode, static_argnames="config")
 state = plain(target, drafter, tokens, lengths, config=first).state
@@ -156,7 +158,9 @@ print("ROUNDS", rounds)
 """
 
 
-@pytest.mark.parametrize("model", ["dense", "demo"])
+@pytest.mark.parametrize(
+    "model", ["dense", "dense in sizes", "demo", "demo with the experts' kernel"]
+)
 def test_the_whole_loop_is_one_cuda_graph(rng, tmp_path, model):
     """No loop is left outside of a command buffer, and a call runs no loop from the host.
 

@@ -185,7 +185,8 @@ def test_a_slice_between_words_is_refused():
         bridge.verify_attn(query, cache, lengths, tree, scale=1.0, layer=0)
 
 
-def test_expert_mlp_says_where_it_runs():
-    x = torch.zeros(1, 32, device="cuda")
-    with pytest.raises(ValueError, match="expert_mlp runs on the CPU, and x is on cuda:0"):
-        bridge.expert_mlp(x, x, x, x, x, x, x)
+@pytest.mark.parametrize("tokens", [1, 17, 200])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_expert_mlp(rng, dtype, tokens):
+    sizes = dict(tokens=tokens, top_k=4, experts=24, hidden=512, inner=256)
+    checks.check_expert_mlp(rng, "cuda", dtype, **sizes, cuda_kernel=True)

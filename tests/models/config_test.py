@@ -3,7 +3,8 @@
 import json
 
 import pytest
-from tiny_models import DRAFTER, QUANTIZATION, TARGET, YARN
+from published_configs import QUANTIZATION
+from tiny_models import DRAFTER, TARGET, YARN
 
 from ddtree_jax.models import DFlashConfig, KimiK26Config
 from ddtree_jax.models.config import DraftLayer

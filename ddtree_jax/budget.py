@@ -1,0 +1,178 @@
+"""How many nodes a round's trees get: the number that promises the most tokens a second.
+
+CaDDTree (arXiv 2606.01813) lets a best-first tree grow while (1 + sum of its nodes' probabilities) / (time of
+drafting + time of verifying that many nodes) rises. Its stop at the first fall needs a convex cost; a measured
+one is a staircase, so here every size is weighed. A pass has a static shape under XLA, hence a few sizes N with
+measured times; inside a size, nodes that are not there still save what they would have read, which on a mixture
+of experts is most of what they cost.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import os
+
+import jax
+import jax.numpy as jnp
+
+from ddtree_jax import _checks
+from ddtree_jax.tree import MAX_BUDGET, DraftTree
+
+_LONGEST_PAUSE = 16  # rounds: a draft now and then sees that the text has become easier
+
+
+@dataclasses.dataclass(frozen=True)
+class CostCurve:
+    """Measured times of a round for one model, device and batch size; in one unit, whichever. Hashable.
+
+    `examples/benchmark.py --suite=step` measures one.
+
+    Attributes:
+      nodes: sizes N of a verify pass, nodes a request with the root; ascending, the first is 1, which is a
+        step of plain decoding.
+      verify: time of the pass of each size when every node of every request is there.
+      idle: the same with the roots alone there, never falling; `verify` by default, nodes inside a size then
+        cost nothing. What nodes cost beyond it, `verify - idle`, is interpolated between the sizes.
+      draft: time of everything else of a round: drafting, the tree, acceptance.
+
+    Raises:
+      ValueError: lengths that differ, sizes that do not ascend from 1, a time that is not finite and above 0
+        (`draft` may be 0), `idle` that falls or lies above `verify`.
+    """
+
+    nodes: tuple[int, ...]
+    verify: tuple[float, ...]
+    idle: tuple[float, ...] | None = None
+    draft: float = 0.0
+
+    def __post_init__(self):
+        nodes = tuple(_checks.between("each of nodes", n, 1, MAX_BUDGET + 1) for n in self.nodes)
+        verify = tuple(_checks.number("each of verify", t) for t in self.verify)
+        given = verify if self.idle is None else self.idle
+        idle = tuple(_checks.number("each of idle", t) for t in given)
+        draft = _checks.number("draft", self.draft)
+        if not nodes or nodes[0] != 1 or list(nodes) != sorted(set(nodes)):
+            raise ValueError(f"nodes must ascend from 1, not {list(nodes)}")
+        if not len(nodes) == len(verify) == len(idle):
+            raise ValueError(
+                f"nodes, verify and idle must have one length, not {len(nodes)}, {len(verify)} and {len(idle)}"
+            )
+        if not all(math.isfinite(t) and t > 0 for t in (*verify, *idle)):
+            raise ValueError("each of verify and idle must be finite and above 0")
+        if not (math.isfinite(draft) and draft >= 0):
+            raise ValueError(f"draft must be finite and at least 0, not {draft}")
+        if any(some > full for some, full in zip(idle, verify, strict=True)):
+            raise ValueError("no pass may take longer idle than full")
+        if list(idle) != sorted(idle):
+            raise ValueError(f"idle must not fall with the size, not {list(idle)}")
+        for name, value in (("nodes", nodes), ("verify", verify), ("idle", idle), ("draft", draft)):
+            object.__setattr__(self, name, value)
+
+    @classmethod
+    def from_json(cls, path: str | os.PathLike) -> CostCurve:
+        """Reads the object under "cost_curve" of a file that `benchmark.py --suite=step --json` wrote.
+
+        Raises:
+          OSError: the file cannot be read.
+          ValueError: it holds no curve, or one that is no curve.
+        """
+        with open(path) as file:
+            content = json.load(file)
+        names = {field.name for field in dataclasses.fields(cls)}
+        curve = content.get("cost_curve") if isinstance(content, dict) else None
+        if not isinstance(curve, dict) or not {"nodes", "verify"} <= set(curve) <= names:
+            raise ValueError(
+                f"{os.fspath(path)} has no object cost_curve of {', '.join(sorted(names))}"
+            )
+        return cls(**{name: tuple(x) if isinstance(x, list) else x for name, x in curve.items()})
+
+    def sizes(self, capacity: int) -> tuple[int, ...]:
+        """The sizes that are no larger than `capacity` nodes."""
+        return tuple(n for n in self.nodes if n <= capacity)
+
+
+def node_budgets(log_probs, num_nodes, curve: CostCurve) -> tuple[jax.Array, jax.Array]:
+    """The budget of each request that makes the round's expected tokens a second the greatest.
+
+    A request expects 1 + the sum of its nodes' probabilities; all requests share one pass, whose size is that
+    of the largest tree. The best m nodes of a batch are its m most probable ones, so every m is weighed in
+    every size. A tree that does not pay ends as the root alone.
+
+    Args:
+      log_probs: f32[B, N] cumulative, of best-first trees: `tree_build(...).log_probs` without `keep_spine`.
+      num_nodes: i32[B], the root counted; 0 for a request that takes no part.
+      curve: sizes above N are left out.
+
+    Returns:
+      i32[B], draft nodes of each request, root excluded; and bool[], whether the round, drafting included,
+      promises more than a step of plain decoding without a draft.
+
+    Raises:
+      ValueError: another dtype or shape.
+    """
+    log_probs = _checks.array("log_probs", log_probs, ("B", "N"), jnp.float32)
+    batch, capacity = log_probs.shape
+    num_nodes = _checks.array("num_nodes", num_nodes, (batch,), jnp.int32)
+    sizes = jnp.asarray(curve.sizes(capacity), jnp.int32)
+    idle, verify = (jnp.asarray(times, jnp.float32) for times in (curve.idle, curve.verify))
+
+    index = jnp.arange(1, capacity, dtype=jnp.int32)
+    there = index < num_nodes[:, None]
+    mass = jnp.where(there, jnp.exp(log_probs[:, 1:]), 0.0).ravel()
+    request, node = (
+        x.ravel() for x in jnp.broadcast_arrays(jnp.arange(batch, dtype=jnp.int32)[:, None], index)
+    )
+    if batch > 1:
+        # Stable, so that of equal nodes of a request the earlier one, which may be the parent, goes first.
+        order = jnp.argsort(-mass, stable=True)
+        mass, request, node = mass[order], request[order], node[order]
+    # [sizes, m]: after how many of the sorted nodes to stop, from none on.
+    fits = (node < sizes[:, None]) & (mass > 0)
+    nothing = jnp.zeros((len(sizes), 1))
+    count = jnp.cumsum(jnp.concatenate([nothing, fits], axis=1), axis=1)
+    gain = jnp.cumsum(jnp.concatenate([nothing, jnp.where(fits, mass, 0.0)], axis=1), axis=1)
+    tokens = jnp.sum(num_nodes > 0) + gain
+    node_time = jnp.interp(1 + count / batch, jnp.asarray(curve.nodes, jnp.float32), verify - idle)
+    time = curve.draft + idle[: len(sizes), None] + node_time
+    rate = tokens / time
+    size, stop = jnp.divmod(jnp.argmax(rate), count.shape[1])
+    taken = fits[size] & (jnp.arange(mass.size) < stop)
+    budgets = jnp.zeros((batch,), jnp.int32).at[request].add(taken.astype(jnp.int32))
+    return budgets, jnp.max(rate) > jnp.sum(num_nodes > 0) / verify[0]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Pause:
+    """Rounds without a draft after one that did not pay: 1, then twice as many each time, up to 16.
+
+    Attributes:
+      left: i32[], rounds to go before the next draft.
+      length: i32[], how long the last pause was; 0 when the last draft paid.
+    """
+
+    left: jax.Array
+    length: jax.Array
+
+    @classmethod
+    def none(cls) -> Pause:
+        return cls(jnp.int32(0), jnp.int32(0))
+
+    def after(self, pays: jax.Array) -> Pause:
+        """What follows a round; `pays` says how its draft did, if it had one."""
+        drafted = self.left == 0
+        longer = jnp.clip(2 * self.length, 1, _LONGEST_PAUSE)
+        length = jnp.where(drafted, jnp.where(pays, 0, longer), self.length)
+        return Pause(jnp.where(drafted, length, self.left - 1), length)
+
+
+def first_nodes(tree: DraftTree, nodes: int) -> DraftTree:
+    """The tree's first `nodes` rows as a tree of that capacity; those that are cut off must be unused."""
+    words = -(-nodes // 32)
+    rows = {
+        field: getattr(tree, field)[:, :nodes]
+        for field in ("tokens", "parents", "depths", "next_token", "next_sibling", "log_probs")
+    }
+    return dataclasses.replace(tree, ancestors=tree.ancestors[:, :nodes, :words], **rows)

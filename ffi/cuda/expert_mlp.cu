@@ -1,0 +1,592 @@
+// Routed experts with packed int4 weights, at the speed at which memory gives the weights.
+//
+// Four launches. The first sorts the choices by expert into chunks of 8 or 16 tokens of one expert, and lays x out as
+// the products want it. The second computes silu(gate) * up of every choice, the third `down` of that, the fourth
+// weighs and sums each token's choices in their order, so that a result depends neither on the run nor on the other
+// tokens.
+//
+// bfloat16: a task of the two products is 128 weight rows for one chunk. Blocks are persistent and take every n-th
+// task; to a block all its tasks are one stream of stages of 256 inputs, copied three deep, so that memory never waits
+// for the end of a task. A stage takes 128 bytes of a row and 16 of its scales; the copies ask the L2 cache for those of
+// the next stages too, since memory is slow at short pieces. The weights are the 16-row operand of the matrix
+// instruction and the tokens its 8 columns, which wastes nothing but arithmetic where an expert has few tokens. The
+// second half of a chunk of 16 is skipped where it is empty. An expert with more tokens has several chunks; tasks of
+// the same rows run close together, so that all but the first find them in the L2 cache.
+//
+// Unpacking. A group, 32 inputs of a row with one scale, is 16 bytes, and `ldmatrix` gives word t of it, inputs 8 t ..
+// 8 t + 7, to lane t of the row's four. A mask and an OR turn nibbles i and i + 4 of a word into two bfloat16 of 128 +
+// u, u = q + 8; so the inputs of a word come in the order 0 4 1 5 2 6 3 7, and the other operand lies in memory in that
+// order. The 136 too much is taken off by the accumulators' start, -136 times the sum of the group's inputs, which the
+// matrix instruction makes too, once for all the rows of a warp. The scale then multiplies the group's sum in float32:
+// weights are exact, and the unpacking costs seven instructions for eight of them.
+//
+// float32: plain arithmetic, a warp for each row and eight tokens.
+#include <cuda_bf16.h>
+#include <cuda_runtime.h>
+#include <stdint.h>
+
+#include <algorithm>
+
+#include "ffi/arguments.h"
+#include "ffi/cuda/launch.h"
+#include "ffi/cuda/ptx.h"
+#include "ffi/ddtree.h"
+
+namespace {
+
+using ddtree::ceil_div;
+using ddtree::multiply;
+
+constexpr int kThreads = 256;
+constexpr int kWarps = kThreads / 32;
+constexpr int kGroup = 32;          // inputs that share a scale
+constexpr int kColumns = 8;         // tokens of a matrix instruction
+constexpr int kRows = 128;          // weight rows of a task, in two halves: gate and up, or one behind the other
+constexpr int kHalf = kRows / 2;
+constexpr int kStageGroups = 8;     // of a row in a stage: 128 bytes
+constexpr int kStages = 3;
+constexpr int kRowBytes = kStageGroups * 16;
+constexpr int kTokenBytes = kStageGroups * kGroup * 2;
+constexpr int kScaleOffset = kRows * kRowBytes;
+constexpr int kTokenOffset = kScaleOffset + kRows * kStageGroups * 2;
+constexpr int kMaxExperts = 2048;   // counted in shared memory
+constexpr uint32_t kNibbles = 0x000f000fu;
+constexpr uint32_t kBias = 0x43004300u;    // two bfloat16 of 128
+constexpr uint32_t kOffset = 0xc308c308u;  // of -136
+
+// Shared memory of a block whose chunks are of 8 * kTiles tokens.
+template <int kTiles>
+struct Shared {
+  static constexpr int kStageBytes = kTokenOffset + kTiles * kColumns * kTokenBytes;
+  static constexpr int kExchangeOffset = kStages * kStageBytes;
+  static constexpr int kBytes = kExchangeOffset + 4 * 2 * kTiles * 512;  // one warp of each two sends all it has
+  static_assert(kBytes <= 99 * 1024, "the smallest opt-in limit among sm_80 and later");
+};
+
+// The workspace. `chunks` bounds how many there can be: an expert leaves at most one that is not full.
+struct Plan {
+  int64_t pairs, chunk, chunks, bytes;
+  int64_t experts_at, pairs_at, x_at, inner_at, partial_at;
+  Plan(int64_t tokens, int64_t top_k, int64_t experts, int64_t hidden, int64_t inner, int32_t dtype) {
+    const bool wide = dtype == DDTREE_F32;
+    pairs = tokens * top_k;
+    chunk = wide || pairs <= 2 * experts ? kColumns : 2 * kColumns;
+    chunks = std::min(pairs, std::min(pairs, experts) + pairs / chunk);
+    bytes = 0;
+    place(4);  // the number of chunks
+    experts_at = place(4 * chunks);
+    pairs_at = place(4 * chunks * chunk);
+    x_at = place(wide ? 0 : 2 * tokens * hidden);
+    inner_at = place((wide ? 4 : 2) * pairs * inner);
+    partial_at = place(4 * pairs * hidden);
+  }
+
+ private:
+  int64_t place(int64_t size) {
+    const int64_t at = bytes;
+    bytes += ceil_div(size, 256) * 256;
+    return at;
+  }
+};
+
+struct Problem {
+  const void* x;            // what the caller gave
+  const int32_t* ids;       // [pairs]; a pair is a token's choice: token * top_k + j
+  const float* shares;      // [pairs]
+  const uint8_t* words[2];  // gate_up, down
+  const uint8_t* scales[2];
+  void* out;
+  int32_t* chunks;         // []
+  int32_t* chunk_experts;  // [chunks]
+  int32_t* chunk_pairs;    // [chunks, chunk], -1 where there is none
+  __nv_bfloat16* x_laid;   // [T, D], each eight in the order 0 4 1 5 2 6 3 7
+  void* inner;             // [pairs, I], of x's dtype; bfloat16 in that order
+  float* partial;          // [pairs, D]
+  int tokens, top_k, pairs, experts, hidden, inner_size;
+};
+
+// Where an input of eight lies among them in the order 0 4 1 5 2 6 3 7.
+__device__ __forceinline__ int laid(int input) { return input % 4 * 2 + input / 4; }
+
+// Fills the plan: block 0 of the first launch.
+__device__ void sort_pairs(const Problem& p, int chunk) {
+  __shared__ int count[kMaxExperts], first[kMaxExperts];
+  for (int e = threadIdx.x; e < p.experts; e += blockDim.x) count[e] = 0;
+  __syncthreads();
+  for (int i = threadIdx.x; i < p.pairs; i += blockDim.x) {
+    const int e = p.ids[i];
+    if (e >= 0 && e < p.experts) atomicAdd(&count[e], 1);
+  }
+  __syncthreads();
+  if (threadIdx.x < 32) {
+    int total = 0;
+    for (int begin = 0; begin < p.experts; begin += 32) {
+      const int e = begin + threadIdx.x;
+      const int chunks = e < p.experts ? (count[e] + chunk - 1) / chunk : 0;
+      int end = chunks;
+#pragma unroll
+      for (int d = 1; d < 32; d *= 2) {
+        const int below = __shfl_up_sync(~0u, end, d);
+        if (static_cast<int>(threadIdx.x) >= d) end += below;
+      }
+      if (e < p.experts) first[e] = total + end - chunks;
+      total += __shfl_sync(~0u, end, 31);
+    }
+    if (threadIdx.x == 0) *p.chunks = total;
+  }
+  __syncthreads();
+  for (int e = threadIdx.x; e < p.experts; e += blockDim.x) {
+    const int chunks = (count[e] + chunk - 1) / chunk;
+    for (int c = 0; c < chunks; ++c) p.chunk_experts[first[e] + c] = e;
+    for (int i = count[e]; i < chunks * chunk; ++i) p.chunk_pairs[first[e] * chunk + i] = -1;
+    count[e] = 0;
+  }
+  __syncthreads();
+  // Which of an expert's tokens comes first may differ from run to run; no result depends on it.
+  for (int i = threadIdx.x; i < p.pairs; i += blockDim.x) {
+    const int e = p.ids[i];
+    if (e >= 0 && e < p.experts) p.chunk_pairs[first[e] * chunk + atomicAdd(&count[e], 1)] = i;
+  }
+}
+
+template <bool kLay>
+__global__ void __launch_bounds__(kThreads) prepare(Problem p, int chunk) {
+  if (blockIdx.x == 0) {
+    sort_pairs(p, chunk);
+    return;
+  }
+  if constexpr (kLay) {
+    const int64_t eights = static_cast<int64_t>(p.tokens) * p.hidden / 8;
+    const int64_t i = static_cast<int64_t>(blockIdx.x - 1) * kThreads + threadIdx.x;
+    if (i >= eights) return;
+    const uint4 in = static_cast<const uint4*>(p.x)[i];
+    reinterpret_cast<uint4*>(p.x_laid)[i] =
+        make_uint4(__byte_perm(in.x, in.z, 0x5410), __byte_perm(in.x, in.z, 0x7632),
+                   __byte_perm(in.y, in.w, 0x5410), __byte_perm(in.y, in.w, 0x7632));
+  }
+}
+
+// One of the two products, as a block sees it: `rows` of an expert in tasks of kRows, `inputs` in stages.
+template <bool kGateUp>
+struct Product {
+  int rows, inputs, groups, stages, blocks;
+  int jump;  // from a task's first row to that of its second half
+  __device__ __forceinline__ explicit Product(const Problem& p)
+      : rows(kGateUp ? 2 * p.inner_size : p.hidden),
+        inputs(kGateUp ? p.hidden : p.inner_size),
+        groups(inputs / kGroup),
+        stages((groups + kStageGroups - 1) / kStageGroups),
+        blocks(kGateUp ? (p.inner_size + kHalf - 1) / kHalf : (p.hidden + kRows - 1) / kRows),
+        jump(kGateUp ? p.inner_size : kHalf) {}
+  __device__ __forceinline__ int first_row(int block) const { return block * (kGateUp ? kHalf : kRows); }
+  // Rows of the half `half` of the task whose first row is `first`; may be more than kHalf, or below 0.
+  __device__ __forceinline__ int count(int first, int half) const {
+    return kGateUp ? jump - first : rows - first - half * kHalf;
+  }
+};
+
+// This thread's index, made anew for each phase from what the compiler cannot see through: addresses that it kept from
+// stage to stage would not fit in the registers.
+__device__ __forceinline__ int own_index() {
+  int thread = threadIdx.x;
+  asm volatile("" : "+r"(thread));
+  return thread;
+}
+
+// The stream of a block's stages: starts the copies of one after the other. Every thread has its own part of each: four
+// chunks of 16 bytes of words, one row's scales in half of the threads, and a chunk of every eighth token.
+template <int kTiles, bool kGateUp>
+struct Feed {
+  const uint8_t* words;
+  const uint8_t* scales;
+  const uint8_t* x[kTiles];
+  int task, stage;
+  bool whole;      // every row of the task is there, and every stage of a row
+  uint32_t valid;  // bit q: the row of chunk q is there; bit 4: that of the scales; bit 5 + i: token i
+
+  __device__ __forceinline__ void begin(const Problem& p, const Product<kGateUp>& product, int tasks) {
+    stage = 0;
+    valid = 0;
+    if (task >= tasks) return;
+    const int chunk = task / product.blocks, first = product.first_row(task % product.blocks);
+    const int64_t expert = p.chunk_experts[chunk], row = expert * product.rows + first;
+    const int mine = threadIdx.x / kStageGroups;
+    words = p.words[kGateUp ? 0 : 1] + (row + mine) * (product.inputs / 2) + threadIdx.x % kStageGroups * 16;
+#pragma unroll
+    for (int q = 0; q < 4; ++q) valid |= (mine + q % 2 * 32 < product.count(first, q / 2)) << q;
+    whole = min(product.count(first, 0), product.count(first, 1)) >= kHalf && product.groups % kStageGroups == 0;
+    const int half = threadIdx.x / kHalf, scale_row = threadIdx.x % kHalf;
+    scales = p.scales[kGateUp ? 0 : 1] + (row + half * product.jump + scale_row) * product.groups * 2;
+    valid |= (half < 2 && scale_row < product.count(first, half)) << 4;
+#pragma unroll
+    for (int i = 0; i < kTiles; ++i) {
+      const int pair = p.chunk_pairs[chunk * kTiles * kColumns + i * kColumns + threadIdx.x / 32];
+      const int64_t at = max(kGateUp ? pair / p.top_k : pair, 0);
+      const void* from = kGateUp ? p.x_laid : p.inner;
+      x[i] = static_cast<const uint8_t*>(from) + at * product.inputs * 2 + threadIdx.x % 32 * 16;
+      valid |= (pair >= 0) << (5 + i);
+    }
+  }
+
+  // Starts the next stage's copies to `to`, if there is a next stage.
+  __device__ __forceinline__ void next(const Problem& p, const Product<kGateUp>& product, int tasks, uint8_t* to) {
+    if (task < tasks) {
+      const int thread = own_index();
+      const int row = thread / kStageGroups, column = thread % kStageGroups;
+      const int left = product.groups - stage * kStageGroups, pitch = product.inputs / 2;
+      const uint32_t shared = ddtree::shared_address(to);
+      const uint32_t word_at = shared + row * kRowBytes + ((column ^ row % 8) << 4);
+#pragma unroll
+      for (int q = 0; q < 4; ++q) {
+        const uint8_t* from = words + (q / 2 * product.jump + q % 2 * 32) * static_cast<int64_t>(pitch);
+        const uint32_t at = word_at + q * 32 * kRowBytes;
+        if (whole) {
+          ddtree::copy16_of_256(at, from);
+        } else {
+          ddtree::copy16_or_zero(at, from, (valid >> q & 1) != 0 && column < left);
+        }
+      }
+      if (thread < kRows) {
+        const uint32_t at = kScaleOffset + thread * kStageGroups * 2;
+        if (whole) {
+          ddtree::copy16_of_256(shared + at, scales);
+        } else {  // where a row does not start at a multiple of 16 bytes, or ends before the stage
+          const bool there = (valid >> 4 & 1) != 0;
+          uint16_t* own = reinterpret_cast<uint16_t*>(to + at);
+          for (int g = 0; g < kStageGroups; ++g) {
+            own[g] = there && g < left ? reinterpret_cast<const uint16_t*>(scales)[g] : 0;
+          }
+        }
+      }
+      const int token = thread / 32, eight = thread % 32;
+      const uint32_t token_at = shared + kTokenOffset + token * kTokenBytes + ((eight ^ token % 2 << 2) << 4);
+#pragma unroll
+      for (int i = 0; i < kTiles; ++i) {
+        const bool there = (valid >> (5 + i) & 1) != 0 && eight / 4 < left;
+        ddtree::copy16_or_zero(token_at + i * kColumns * kTokenBytes, x[i], there);
+        x[i] += kTokenBytes;
+      }
+      words += kRowBytes;
+      scales += kStageGroups * 2;
+      if (++stage == product.stages) {
+        task += gridDim.x;
+        begin(p, product, tasks);
+      }
+    }
+    ddtree::commit_copies();
+  }
+};
+
+// Nibbles i and i + 4 of a word as bfloat16 of 128 + u.
+__device__ __forceinline__ uint32_t unpack(uint32_t word, int i) {
+  return ddtree::mask_and_set(word >> 4 * i, kNibbles, kBias);
+}
+
+// total[half][tile] += what a stage gives a warp: rows 16 * (warp % 4) .. of each half, and of the stage's groups the
+// first or the last four.
+template <int kTiles>
+__device__ __forceinline__ void multiply_stage(const uint8_t* stage, int tiles, float (&total)[2][kTiles][4]) {
+  const int thread = own_index(), lane = thread % 32, rows = thread / 32 % 4 * 16, group = thread / 128 * 4;
+  const uint32_t offset[4] = {kOffset, kOffset, kOffset, kOffset};
+  const float zero[4] = {0, 0, 0, 0};
+#pragma unroll 1  // two groups at a time: more would not fit in the registers
+  for (int pair = 0; pair < 4; pair += 2) {
+    uint32_t words[2][4], scales[2][2];  // of rows lane / 4 and the eighth after it
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int row = half * kHalf + rows;
+      const uint32_t at = ddtree::shared_address(stage) + (row + lane % 16) * kRowBytes;
+      ddtree::load_matrices(words[half], at + (((group + pair + lane / 16) ^ lane % 8) << 4));
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const int scale_at = kScaleOffset + ((row + lane / 4 + i * 8) * kStageGroups + group + pair) * 2;
+        scales[half][i] = *reinterpret_cast<const uint32_t*>(stage + scale_at);
+      }
+    }
+#pragma unroll
+    for (int j = 0; j < 2; ++j) {
+      uint32_t weights[2][2][4];
+      float scale[2][2];
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          weights[half][i / 2][i % 2 * 2] = unpack(words[half][j * 2], i);
+          weights[half][i / 2][i % 2 * 2 + 1] = unpack(words[half][j * 2 + 1], i);
+        }
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+          scale[half][i] = __uint_as_float(j == 0 ? scales[half][i] << 16 : scales[half][i] & 0xffff0000u);
+        }
+      }
+#pragma unroll
+      for (int tile = 0; tile < kTiles; ++tile) {
+        if (tile > 0 && tile >= tiles) break;
+        const int token = tile * kColumns + lane / 4, eight = (group + pair + j) * 4 + lane % 4;
+        const uint8_t* at = stage + kTokenOffset + token * kTokenBytes + ((eight ^ token % 2 << 2) << 4);
+        const uint4 x = *reinterpret_cast<const uint4*>(at);
+        float start[4], sum[4];
+        multiply(start, offset, x.x, x.y, zero);
+        multiply(start, offset, x.z, x.w, start);
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          multiply(sum, weights[half][0], x.x, x.y, start);
+          multiply(sum, weights[half][1], x.z, x.w, sum);
+#pragma unroll
+          for (int e = 0; e < 4; ++e) total[half][tile][e] += scale[half][e / 2] * sum[e];
+        }
+      }
+    }
+  }
+}
+
+__device__ __forceinline__ float swiglu(float gate, float up) { return gate / (1.0f + __expf(-gate)) * up; }
+
+// Ends a task: adds up the two warps that had different inputs of the same rows, and writes.
+template <int kTiles, bool kGateUp>
+__device__ __forceinline__ void finish(const Problem& p, const Product<kGateUp>& product, int task, uint8_t* exchange,
+                                       const float (&total)[2][kTiles][4]) {
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  float4* mine = reinterpret_cast<float4*>(exchange) + warp % 4 * (2 * kTiles * 32) + lane;
+  if (warp >= 4) {
+#pragma unroll
+    for (int i = 0; i < 2 * kTiles; ++i) {
+      const float* from = total[i / kTiles][i % kTiles];
+      mine[i * 32] = make_float4(from[0], from[1], from[2], from[3]);
+    }
+  }
+  __syncthreads();
+  if (warp >= 4) return;
+  const int chunk = task / product.blocks, first = product.first_row(task % product.blocks);
+#pragma unroll
+  for (int tile = 0; tile < kTiles; ++tile) {
+    float sum[2][4];
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const float4 other = mine[(half * kTiles + tile) * 32];
+      const float* own = total[half][tile];
+      sum[half][0] = own[0] + other.x, sum[half][1] = own[1] + other.y;
+      sum[half][2] = own[2] + other.z, sum[half][3] = own[3] + other.w;
+    }
+#pragma unroll
+    for (int e = 0; e < 4; ++e) {
+      const int column = tile * kColumns + lane % 4 * 2 + e % 2;
+      const int64_t pair = p.chunk_pairs[chunk * kTiles * kColumns + column];
+      const int row = warp * 16 + lane / 4 + e / 2 * 8;
+      if (pair < 0) continue;
+      if constexpr (kGateUp) {
+        if (row >= product.count(first, 0)) continue;
+        const int input = first + row;
+        __nv_bfloat16* to = static_cast<__nv_bfloat16*>(p.inner) + pair * p.inner_size;
+        to[input / 8 * 8 + laid(input % 8)] = __float2bfloat16(swiglu(sum[0][e], sum[1][e]));
+      } else {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          if (row < product.count(first, half)) p.partial[pair * p.hidden + first + half * kHalf + row] = sum[half][e];
+        }
+      }
+    }
+  }
+}
+
+// Two or three blocks to a processor: what one waits for the others hide.
+template <int kTiles, bool kGateUp>
+__global__ void __launch_bounds__(kThreads, kTiles == 1 ? 3 : 2) multiply_experts(Problem p) {
+  extern __shared__ __align__(128) uint8_t shared[];
+  constexpr int kStageBytes = Shared<kTiles>::kStageBytes;
+  const Product<kGateUp> product(p);
+  const int tasks = *p.chunks * product.blocks;
+  Feed<kTiles, kGateUp> feed;
+  feed.task = blockIdx.x;
+  feed.begin(p, product, tasks);
+  for (int i = 0; i < kStages - 1; ++i) feed.next(p, product, tasks, shared + i * kStageBytes);
+  int slot = 0;
+  for (int task = blockIdx.x; task < tasks; task += gridDim.x) {
+    const int32_t* pairs = p.chunk_pairs + task / product.blocks * kTiles * kColumns;
+    int tiles = 1;  // a chunk's tokens are its first
+    for (int i = 1; i < kTiles; ++i) tiles += pairs[i * kColumns] >= 0;
+    float total[2][kTiles][4] = {};
+    for (int stage = 0; stage < product.stages; ++stage) {
+      ddtree::wait_copies<kStages - 2>();
+      // The stage is there for all, and the one before it has been read by all: its place is free.
+      __syncthreads();
+      feed.next(p, product, tasks, shared + (slot == 0 ? kStages - 1 : slot - 1) * kStageBytes);
+      multiply_stage<kTiles>(shared + slot * kStageBytes, tiles, total);
+      slot = slot == kStages - 1 ? 0 : slot + 1;
+    }
+    finish<kTiles, kGateUp>(p, product, task, shared + Shared<kTiles>::kExchangeOffset, total);
+  }
+}
+
+// Either product in float32: a warp takes one row of silu(gate) * up, or of `down`, for a chunk.
+template <bool kGateUp>
+__global__ void __launch_bounds__(kThreads) multiply_experts_f32(Problem p) {
+  const int lane = threadIdx.x % 32;
+  const int rows = kGateUp ? p.inner_size : p.hidden, inputs = kGateUp ? p.hidden : p.inner_size;
+  const int64_t items = static_cast<int64_t>(*p.chunks) * rows;
+  for (int64_t item = static_cast<int64_t>(blockIdx.x) * kWarps + threadIdx.x / 32; item < items;
+       item += static_cast<int64_t>(gridDim.x) * kWarps) {
+    const int chunk = static_cast<int>(item / rows), row = static_cast<int>(item % rows);
+    const int32_t* pairs = p.chunk_pairs + chunk * kColumns;
+    float total[2][kColumns] = {};
+#pragma unroll
+    for (int half = 0; half < (kGateUp ? 2 : 1); ++half) {
+      const int64_t at = static_cast<int64_t>(p.chunk_experts[chunk]) * (kGateUp ? 2 : 1) * rows + half * rows + row;
+      const uint32_t* words = reinterpret_cast<const uint32_t*>(p.words[kGateUp ? 0 : 1]) + at * (inputs / 8);
+      const uint16_t* scales = reinterpret_cast<const uint16_t*>(p.scales[kGateUp ? 0 : 1]) + at * (inputs / kGroup);
+      for (int w = lane; w < inputs / 8; w += 32) {
+        const uint32_t word = words[w];
+        const float scale = __uint_as_float(static_cast<uint32_t>(scales[w / 4]) << 16);
+        float weights[8];
+#pragma unroll
+        for (int i = 0; i < 8; ++i) weights[i] = static_cast<float>(static_cast<int>(word >> 4 * i & 15) - 8) * scale;
+#pragma unroll
+        for (int n = 0; n < kColumns; ++n) {
+          const int pair = pairs[n];
+          if (pair < 0) break;
+          const int64_t from = kGateUp ? pair / p.top_k : pair;
+          const float* x = static_cast<const float*>(kGateUp ? p.x : p.inner) + from * inputs + 8 * w;
+#pragma unroll
+          for (int i = 0; i < 8; ++i) total[half][n] += weights[i] * x[i];
+        }
+      }
+    }
+#pragma unroll
+    for (int n = 0; n < kColumns; ++n) {
+#pragma unroll
+      for (int d = 16; d > 0; d /= 2) {
+        total[0][n] += __shfl_xor_sync(~0u, total[0][n], d);
+        total[1][n] += __shfl_xor_sync(~0u, total[1][n], d);
+      }
+      const int64_t pair = pairs[n];
+      if (lane != 0 || pair < 0) continue;
+      if constexpr (kGateUp) {
+        const float gate = total[0][n];
+        static_cast<float*>(p.inner)[pair * rows + row] = gate / (1.0f + expf(-gate)) * total[1][n];
+      } else {
+        p.partial[pair * rows + row] = total[0][n];
+      }
+    }
+  }
+}
+
+template <typename T>
+__global__ void __launch_bounds__(kThreads) weigh(Problem p) {
+  const int64_t i = (static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x) * 4;
+  if (i >= static_cast<int64_t>(p.tokens) * p.hidden) return;
+  const int64_t token = i / p.hidden, column = i % p.hidden;
+  float4 total = make_float4(0, 0, 0, 0);
+#pragma unroll 4
+  for (int j = 0; j < p.top_k; ++j) {
+    const int64_t pair = token * p.top_k + j;
+    const int id = p.ids[pair];
+    if (id < 0 || id >= p.experts) continue;  // what lies in its place may be NaN
+    const float share = p.shares[pair];
+    const float4 part = *reinterpret_cast<const float4*>(p.partial + pair * p.hidden + column);
+    total.x += share * part.x, total.y += share * part.y, total.z += share * part.z, total.w += share * part.w;
+  }
+  if constexpr (sizeof(T) == 2) {
+    const __nv_bfloat162 low = __floats2bfloat162_rn(total.x, total.y), high = __floats2bfloat162_rn(total.z, total.w);
+    __nv_bfloat162* to = reinterpret_cast<__nv_bfloat162*>(static_cast<T*>(p.out) + i);
+    to[0] = low, to[1] = high;
+  } else {
+    *reinterpret_cast<float4*>(static_cast<T*>(p.out) + i) = total;
+  }
+}
+
+template <int kTiles, bool kGateUp>
+int launch_product(const Problem& p, int64_t chunks, int processors, cudaStream_t stream) {
+  const auto kernel = multiply_experts<kTiles, kGateUp>;
+  constexpr int kBytes = Shared<kTiles>::kBytes;
+  int blocks = 0;
+  if (cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes) != cudaSuccess ||
+      cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks, kernel, kThreads, kBytes) != cudaSuccess || blocks < 1) {
+    return DDTREE_LAUNCH_FAILED;
+  }
+  const int64_t tasks = chunks * (kGateUp ? ceil_div(p.inner_size, kHalf) : ceil_div(p.hidden, kRows));
+  const int grid = static_cast<int>(std::min<int64_t>(tasks, static_cast<int64_t>(blocks) * processors));
+  kernel<<<grid, kThreads, kBytes, stream>>>(p);
+  return DDTREE_OK;
+}
+
+template <int kTiles>
+int launch_products(const Problem& p, int64_t chunks, int processors, cudaStream_t stream) {
+  const int status = launch_product<kTiles, true>(p, chunks, processors, stream);
+  return status != DDTREE_OK ? status : launch_product<kTiles, false>(p, chunks, processors, stream);
+}
+
+}  // namespace
+
+size_t ddtree_expert_mlp_workspace(int64_t tokens, int64_t top_k, int64_t experts, int64_t hidden, int64_t inner,
+                                   int32_t dtype) {
+  if (!ddtree::Countable(8, {tokens, top_k, hidden}) || !ddtree::Countable(8, {tokens, top_k, inner}) || experts < 0) {
+    return 0;
+  }
+  return static_cast<size_t>(Plan(tokens, top_k, experts, hidden, inner, dtype).bytes);
+}
+
+int ddtree_expert_mlp_cuda(const ddtree_expert_mlp_args* args, void* stream) {
+  if (const int status = ddtree::Check(args); status != DDTREE_OK) return status;
+  const int64_t tokens = args->tokens, top_k = args->top_k, experts = args->experts;
+  const int64_t hidden = args->hidden, inner = args->inner;
+  if (experts > kMaxExperts) return DDTREE_INVALID_ARGUMENT;
+  if (tokens == 0 || hidden == 0) return DDTREE_OK;
+  const Plan plan(tokens, top_k, experts, hidden, inner, args->dtype);
+  // Indices of pairs, tasks and an expert's rows are 32-bit.
+  const int64_t widest = std::max(hidden, 2 * inner);
+  if (!ddtree::has_workspace(args->workspace, args->workspace_bytes, static_cast<size_t>(plan.bytes)) || plan.pairs > INT32_MAX / 64 ||
+      widest > INT32_MAX / 64 || plan.chunks * ceil_div(widest, kRows) > INT32_MAX / 2) {
+    return DDTREE_INVALID_ARGUMENT;
+  }
+  int device = 0, processors = 0;
+  if (cudaGetDevice(&device) != cudaSuccess ||
+      cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device) != cudaSuccess) {
+    return DDTREE_LAUNCH_FAILED;
+  }
+  uint8_t* const workspace = static_cast<uint8_t*>(args->workspace);
+  const auto bytes = [](const void* pointer) { return static_cast<const uint8_t*>(pointer); };
+  const Problem p{args->x,
+                  args->expert_ids,
+                  args->expert_weights,
+                  {bytes(args->gate_up), bytes(args->down)},
+                  {bytes(args->gate_up_scale), bytes(args->down_scale)},
+                  args->out,
+                  reinterpret_cast<int32_t*>(workspace),
+                  reinterpret_cast<int32_t*>(workspace + plan.experts_at),
+                  reinterpret_cast<int32_t*>(workspace + plan.pairs_at),
+                  reinterpret_cast<__nv_bfloat16*>(workspace + plan.x_at),
+                  workspace + plan.inner_at,
+                  reinterpret_cast<float*>(workspace + plan.partial_at),
+                  static_cast<int>(tokens),
+                  static_cast<int>(inner > 0 ? top_k : 0),  // without inner numbers every choice gives zeros
+                  static_cast<int>(plan.pairs),
+                  static_cast<int>(experts),
+                  static_cast<int>(hidden),
+                  static_cast<int>(inner)};
+  const auto cuda_stream = static_cast<cudaStream_t>(stream);
+  const bool wide = args->dtype == DDTREE_F32;
+  const auto blocks_of = [](int64_t threads) { return static_cast<unsigned>(ceil_div(threads, kThreads)); };
+  if (plan.chunks > 0 && inner > 0) {
+    const int chunk = static_cast<int>(plan.chunk);
+    if (wide) {
+      prepare<false><<<1, kThreads, 0, cuda_stream>>>(p, chunk);
+      const auto grid = [&](int64_t rows) {
+        return static_cast<unsigned>(std::min<int64_t>(ceil_div(plan.chunks * rows, kWarps), 8 * processors));
+      };
+      multiply_experts_f32<true><<<grid(inner), kThreads, 0, cuda_stream>>>(p);
+      multiply_experts_f32<false><<<grid(hidden), kThreads, 0, cuda_stream>>>(p);
+    } else {
+      prepare<true><<<1 + blocks_of(tokens * hidden / 8), kThreads, 0, cuda_stream>>>(p, chunk);
+      const auto launch = plan.chunk == kColumns ? launch_products<1> : launch_products<2>;
+      const int status = launch(p, plan.chunks, processors, cuda_stream);
+      if (status != DDTREE_OK) return status;
+    }
+  }
+  const unsigned grid = blocks_of(tokens * hidden / 4);
+  if (wide) {
+    weigh<float><<<grid, kThreads, 0, cuda_stream>>>(p);
+  } else {
+    weigh<__nv_bfloat16><<<grid, kThreads, 0, cuda_stream>>>(p);
+  }
+  return ddtree::launch_status();
+}

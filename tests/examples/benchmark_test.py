@@ -1,0 +1,85 @@
+"""The step suite: sizes and floors by the published model's arithmetic, and one run at toy sizes."""
+
+import json
+import os
+import pathlib
+import subprocess
+import sys
+import types
+
+import numpy as np
+import pytest
+import step_floors
+import step_model
+import step_suite
+
+from ddtree_jax import CostCurve
+
+_SCRIPT = pathlib.Path(__file__).parents[2] / "examples" / "benchmark.py"
+_RATES = step_floors.Rates(4.42e12, 7.2e14)
+
+
+def test_bytes_are_the_published_models():
+    fixed, mixture = step_model.layer_bytes(step_model.target_config(full=True))
+    attention, expert = 101_124_096, 44_040_192
+    packed = 384 * expert * 4.5 / 8
+    router = 7168 * 384 * 2 + 384 * 4
+    assert mixture == pytest.approx(packed + 2 * (attention + expert) + router, rel=1e-4)
+    vocabulary, dense = 2 * 163840 * 7168, 3 * 18432 * 7168
+    assert fixed == pytest.approx(2 * (vocabulary + attention + dense), rel=1e-4)
+    assert step_model.drafter_bytes(step_model.drafter_config(True, 61)) == 2 * 3_479_277_056
+
+
+def test_floors(monkeypatch):
+    """17 nodes that touch 116 of 384 packed experts; and their attention, which is arithmetic."""
+    each = 44_040_192 * 4.5 / 8
+    # What jax.tree sees of a module are its arrays; a stand-in has their size alone.
+    packed = np.lib.stride_tricks.as_strided(np.zeros(1, np.uint8), (int(384 * each),), (0,))
+    monkeypatch.setattr(step_floors, "weight_bytes", lambda module: module.packed.nbytes)
+    ids = np.arange(17 * 8).reshape(17, 8) % 116
+    module = types.SimpleNamespace(count=384, packed=packed)
+    floor = step_floors.experts(module, ids, _RATES)
+    assert floor == pytest.approx(116 * each / 4.42e12 * 1e6)
+    work = 2 * 17 * 64 * (8192 + 17) * 1088
+    assert step_floors.attention(1, 8192, 17, 64, _RATES) == pytest.approx(work / 7.2e14 * 1e6)
+    short = step_floors.attention(1, 8192, 1, 1, _RATES)
+    assert short == pytest.approx(8193 * 1152 / 4.42e12 * 1e6)
+
+
+def test_a_curve_never_falls():
+    steps = [
+        step_suite.Step(nodes, 64, idle, {}, {}, {"experts": verify}, {})
+        for nodes, idle, verify in [(9, 2.0, 5.0), (1, 3.0, 3.5), (4, 2.5, 2.0)]
+    ]
+    curve = step_suite.cost_curve(steps, draft=1.5)
+    assert curve == CostCurve((1, 4, 9), (3.5, 3.5, 5.0), (3.0, 3.0, 3.0), 1.5)
+
+
+def test_step_suite(tmp_path):
+    out = tmp_path / "step.json"
+    arguments = ["--suite=step", "--size=small", "--layers=2", "--nodes=1,4", "--prefixes=32"]
+    done = subprocess.run(
+        [sys.executable, str(_SCRIPT), *arguments, "--repeats=1", f"--json={out}"],
+        env={**os.environ, "JAX_PLATFORMS": "cpu"},
+        cwd=_SCRIPT.parent,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    report = json.loads(out.read_text())
+    assert [(s["nodes"], s["prefix"]) for s in report["steps"]] == [(1, 32), (4, 32)]
+    for step in report["steps"]:
+        times, full = step["times"], step["full_times"]
+        assert set(times) == set(step_suite.STAGES)
+        assert sum(times.values()) > 0 and not step["floors"]
+        # Of four layers, of which three are mixtures, two with one mixture were there.
+        assert full["head"] == times["head"]
+        assert full["verify_attn"] == pytest.approx(2 * times["verify_attn"])
+        assert full["experts"] == pytest.approx(3 * times["experts"])
+    curve = CostCurve.from_json(out)
+    assert curve.nodes == (1, 4)
+    assert curve.draft == pytest.approx(report["draft"] + report["machinery"])
+    assert curve.verify[0] == pytest.approx(
+        max(sum(report["steps"][0]["full_times"].values()), curve.idle[0])
+    )

@@ -79,7 +79,7 @@ def test_beside_the_weights_there_is_less_than_a_second_layer(tmp_path):
     measured = json.loads(done.stdout)
     print(measured)
     assert measured["held"] > 3.9 * measured["layer"]
-    # Half a layer is the stack being read; at this size the names of 14,000 tensors weigh as much again.
+    # Nine runs measured 1.47 to 1.54 layers; the largest stack, as it is read, is 0.59 of one.
     assert measured["beside"] < 2 * measured["layer"]
 
 

@@ -162,7 +162,9 @@ def _fill(model: nnx.Module, rules: list[Rule], tensors: Tensors, shardings: dic
             # stack's copy on the device.
             arrays = rule.load(_OnDemand(tensors, rule.sources, slots[rule.paths[0]].dtype, bar))
             for path, array in zip(rule.paths, arrays, strict=True):
-                slots[path].set_value(_put(array, slots[path].dtype, shardings.get(path)))
+                placed = _put(array, slots[path].dtype, shardings.get(path))
+                # A transfer holds what it reads from: the next is not read beside it.
+                slots[path].set_value(jax.block_until_ready(placed))
             del arrays, array
     tensors.refuse_leftovers()
 

@@ -153,7 +153,8 @@ class _Bench:
         self.config = target.config
         rows = max(settings.prefixes) + max(settings.nodes)
         self.cache = target.init_cache(settings.batch, rows)
-        self.draft_cache = drafter.init_cache(settings.batch, rows)
+        # Copies, since all its arrays start as one: a buffer can be donated but once.
+        self.draft_cache = jax.tree.map(jnp.copy, drafter.init_cache(settings.batch, rows))
 
     def step(self, nodes: int, prefix: int, full_config) -> Step:
         settings, config, target = self.settings, self.config, self.target

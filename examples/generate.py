@@ -75,7 +75,7 @@ _ROUNDS_PER_CALL = 4
 
 def main(argv):
     if len(argv) > 1:
-        raise app.UsageError(f"unexpected argument {argv[1]!r}: prompts go into --prompt")
+        sys.exit(f"error: unexpected argument {argv[1]!r}: a prompt is given as --prompt TEXT")
     try:
         _run()
     except (ValueError, TypeError, OSError) as error:
@@ -86,6 +86,8 @@ def _run():
     logging.set_verbosity(logging.WARNING)  # JAX tells at INFO which backends this machine lacks.
     if _MESH.value is not None:
         raise ValueError("--mesh is not available yet: leave it out to decode on one device")
+    if _MAX_NEW.value < 1:
+        raise ValueError(f"--max_new_tokens must be at least 1, not {_MAX_NEW.value}")
     if _BATCH.value < 1:
         raise ValueError(f"--batch_size must be at least 1, not {_BATCH.value}")
     json_file = _output_file(_JSON.value)

@@ -27,13 +27,13 @@ _SHARD_GB = flags.DEFINE_float("shard_gb", 5.0, "Size of a shard, in 1e9 bytes, 
 _SEED = flags.DEFINE_integer("seed", 0, "Seed of the numbers.")
 
 _TOKENIZER = ("tiktoken.model", "tokenizer_config.json", "chat_template.jinja")
-_BYTES = {"BF16": 2, "F32": 4, "I32": 4}
 _STD = 0.02  # of the weights
+_FP8_STD = 100.0  # of the numbers that stand for them, in a range of 448
 
 
 def main(argv):
     if len(argv) > 1:
-        raise app.UsageError(f"unexpected argument {argv[1]!r}")
+        sys.exit(f"error: unexpected argument {argv[1]!r}")
     logging.set_verbosity(logging.WARNING)
     try:
         _run()
@@ -132,6 +132,7 @@ def _tensors(folder: str, prefix: str) -> list[tuple]:
 
     from ddtree_jax.models import KimiK26, KimiK26Config
     from ddtree_jax.models.layout import target_rules
+    from ddtree_jax.models.tensors import DTYPES
 
     config = KimiK26Config.from_json(folder)
     target = nnx.eval_shape(lambda: KimiK26(config, dtype=jnp.bfloat16))
@@ -139,8 +140,10 @@ def _tensors(folder: str, prefix: str) -> list[tuple]:
     for rule in target_rules(target):
         for source in rule.sources:
             dtype = "F32" if source.name.endswith("e_score_correction_bias") else source.dtypes[0]
-            size = int(np.prod(source.shape)) * _BYTES[dtype]
-            tensors.append((prefix + source.name, source.shape, dtype, size))
+            scales = [source.block_scales] if source.in_blocks(dtype) else []
+            for one, stored in ((source, dtype), *((scale, scale.dtypes[0]) for scale in scales)):
+                size = math.prod(one.shape) * DTYPES[stored].itemsize
+                tensors.append((prefix + one.name, one.shape, stored, size))
         for name, value in rule.constants.items():
             tensors.append((prefix + name, (len(value),), value, 4 * len(value)))
     return tensors
@@ -161,6 +164,8 @@ def _write(output: pathlib.Path, shards: list[list[tuple]], total: int, rng):
     from safetensors.numpy import save_file
     from tqdm import tqdm
 
+    from ddtree_jax.models.tensors import INDEX
+
     weight_map = {}
     with tqdm(total=total, unit="B", unit_scale=True, disable=not sys.stderr.isatty()) as bar:
         for number, shard in enumerate(shards, 1):
@@ -174,13 +179,12 @@ def _write(output: pathlib.Path, shards: list[list[tuple]], total: int, rng):
             save_file(arrays, output / f"{file}.part", metadata={"format": "pt"})
             os.replace(output / f"{file}.part", output / file)
     index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-    path = output / "model.safetensors.index.json"
-    path.write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+    (output / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
 
 
 def _random(name: str, shape: tuple[int, ...], dtype, rng) -> np.ndarray:
     """Numbers that keep the activations of a deep model in range."""
-    import ml_dtypes
+    from ddtree_jax.models.tensors import DTYPES
 
     if not isinstance(dtype, str):
         return np.asarray(dtype, np.int32)
@@ -188,11 +192,15 @@ def _random(name: str, shape: tuple[int, ...], dtype, rng) -> np.ndarray:
         return rng.integers(-(2**31), 2**31, shape, dtype=np.int32)
     if name.endswith("weight_scale"):  # nibbles have a deviation of 4.6
         numbers = rng.uniform(0.8, 1.2, shape).astype(np.float32) * (_STD / 4.6)
+    elif name.endswith("weight_scale_inv"):
+        numbers = rng.uniform(0.8, 1.2, shape).astype(np.float32) * (_STD / _FP8_STD)
+    elif dtype == "F8_E4M3":
+        numbers = np.clip(_FP8_STD * rng.standard_normal(shape, np.float32), -448, 448)
     elif name.endswith("norm.weight"):
         numbers = 1 + 0.1 * rng.standard_normal(shape, np.float32)
     else:
         numbers = _STD * rng.standard_normal(shape, np.float32)
-    return numbers if dtype == "F32" else numbers.astype(ml_dtypes.bfloat16)
+    return numbers.astype(DTYPES[dtype], copy=False)
 
 
 if __name__ == "__main__":

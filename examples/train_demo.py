@@ -10,11 +10,12 @@ Stages, in order: `tokenizer` (tiktoken.model), `data` (tokens.npz), `target` (t
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import pathlib
 import shutil
+import sys
 
-import demo_corpus
 import demo_model
 import numpy as np
 from absl import app, flags
@@ -49,7 +50,10 @@ _REPLAYED_TOKENS = 256
 
 def main(argv):
     if len(argv) > 1:
-        raise app.UsageError(f"unexpected argument {argv[1]!r}")
+        sys.exit(f"error: unexpected argument {argv[1]!r}")
+    missing = [name for name in ("optax", "tokenizers") if importlib.util.find_spec(name) is None]
+    if missing:
+        sys.exit(f"error: {' and '.join(missing)} is missing: pip install -e '.[train]'")
     workdir = pathlib.Path(_WORKDIR.value)
     workdir.mkdir(parents=True, exist_ok=True)
     sizes = demo_model.SIZES[_SIZE.value]
@@ -63,19 +67,23 @@ def main(argv):
     }
     for name in _STAGES if _STAGE.value == ["all"] else _STAGE.value:
         if name not in stages:
-            raise app.UsageError(f"--stage={name}: expected some of {', '.join(_STAGES)}, or all")
+            sys.exit(f"error: --stage={name}: expected some of {', '.join(_STAGES)}, or all")
         print(f"stage {name}", flush=True)
         stages[name](workdir, sizes)
 
 
 def _split() -> tuple[dict[str, str], dict[str, str]]:
     """Modules to learn from and modules held out."""
+    import demo_corpus
+
     modules = demo_corpus.modules()
     learned = {path: text for path, text in modules.items() if not demo_corpus.is_held_out(path)}
     return learned, {path: text for path, text in modules.items() if path not in learned}
 
 
 def _tokenizer(workdir, sizes):
+    import demo_corpus
+
     learned, held_out = _split()
     path = workdir / "tiktoken.model"
     trained = demo_corpus.train_tokenizer(list(learned.values()), sizes.ranks, path)
@@ -87,6 +95,8 @@ def _tokenizer(workdir, sizes):
 
 
 def _data(workdir, sizes):
+    import demo_corpus
+
     learned, held_out = _split()
     encoding = demo_corpus.read_tiktoken(workdir / "tiktoken.model")
     tokens = {
@@ -164,6 +174,7 @@ def _generate(workdir, sizes):
 
 
 def _drafter(workdir, sizes):
+    import demo_corpus
     import demo_drafter
     import demo_generation
     from flax import nnx

@@ -1,13 +1,26 @@
 // The C ABI of ddtree: one argument block and two entry points per kernel.
 //
 // Every pointer is raw and caller-owned, device memory for *_cuda and host memory for *_cpu. Arrays are dense and row
-// major in the shape that the field's comment gives. Nothing here allocates, synchronises or reads device data on the
-// host; sizes are host integers, everything that changes from round to round (lengths, budgets, a layer) is an array.
+// major in the shape that the field's comment gives. Nothing here allocates device memory, synchronises or reads device
+// data on the host; sizes are host integers, everything that changes from round to round (lengths, budgets, a layer) is
+// an array.
 //
-//   *_cuda(args, stream)       enqueues on `stream` (a cudaStream_t) and returns.
+// A call checks its whole block before it touches an array: a null pointer to an array that has elements, one that is
+// not aligned to them, a negative size, sizes whose product overflows, an unknown dtype, a size over the limits below,
+// too small a workspace or a share outside 0 .. tasks - 1 is an error code. What arrays hold is never an error: indices
+// in them that lead nowhere mean what each block's comment says. An array without elements may be null.
+//
+//   *_cuda(args, stream)       enqueues on `stream` (a cudaStream_t) and returns. DDTREE_NO_CUDA where the library was
+//                              built without CUDA.
 //   *_cpu(args, task, tasks)   does share `task` of `tasks` equal shares; call it for every task in 0..tasks-1, in any
-//                              order and on any threads. (args, 0, 1) does all of it.
-//   *_workspace(...)           bytes of scratch that the CUDA entry point needs; its contents need no initialisation.
+//                              order and on any threads. (args, 0, 1) does all of it. At most INT32_MAX tasks.
+//   *_workspace(...)           bytes of scratch that the CUDA entry point needs, aligned to 16; its contents need no
+//                              initialisation. 0 for sizes that are refused, and where the library has no CUDA.
+//
+// Blocks begin with the version of the ABI that the caller was compiled against, so that a library of another version
+// refuses them instead of misreading them. C++ fills it in; in C:
+//
+//   ddtree_tree_build_args args = {.abi_version = DDTREE_ABI_VERSION, .batch = 1, ...};
 //
 // Notation: B requests, L draft positions, V vocabulary, K candidates a position, N nodes (budget + 1, root at 0),
 // W = ceil(N / 32) mask words, S cache rows a request, H heads. A latent row is 512 latent then 64 rope numbers.
@@ -18,10 +31,17 @@
 #include <stdint.h>
 
 #ifdef __cplusplus
+#define DDTREE_ARGS_VERSION uint32_t abi_version = DDTREE_ABI_VERSION
 extern "C" {
+#else
+#define DDTREE_ARGS_VERSION uint32_t abi_version
 #endif
 
+// Everything declared here is exported, and nothing else is.
+#pragma GCC visibility push(default)
+
 enum {
+  DDTREE_ABI_VERSION = 1,               // grows whenever a block, a limit's meaning or an entry point changes
   DDTREE_LATENT_DIM = 512,              // compressed K/V numbers a row: what attention returns
   DDTREE_ROPE_DIM = 64,                 // shared rotary key numbers a row
   DDTREE_ROW_DIM = 576,                 // one cache row and one query
@@ -44,14 +64,24 @@ typedef enum {
   DDTREE_OK = 0,
   DDTREE_INVALID_ARGUMENT = 1,  // a size, dtype or null pointer that the kernel cannot serve
   DDTREE_LAUNCH_FAILED = 2,     // the CUDA runtime refused the launch
+  DDTREE_WRONG_VERSION = 3,     // the block is of another version of this header
+  DDTREE_NO_CUDA = 4,           // the library was built without CUDA
+  DDTREE_OUT_OF_MEMORY = 5,     // expert_mlp on the CPU, whose threads keep scratch of their own
 } ddtree_status;
+
+// The version of the ABI that the library speaks: DDTREE_ABI_VERSION of the header that it was built from.
+uint32_t ddtree_version(void);
+
+// The most nodes a tree may have, the root included.
+int64_t ddtree_max_nodes(void);
 
 // Static text for a ddtree_status.
 const char* ddtree_error_string(int status);
 
 // The k largest logits of each row, logit descending then id ascending, normalised over the whole row.
 // NaN logits count as -inf; a row whose normaliser is not finite gives -inf throughout.
-typedef struct {
+typedef struct ddtree_draft_topk_args {
+  DDTREE_ARGS_VERSION;
   const void* logits;   // [rows, V] of `dtype`
   float* log_probs;     // [rows, K]
   int32_t* token_ids;   // [rows, K]
@@ -67,7 +97,8 @@ int ddtree_draft_topk_cuda(const ddtree_draft_topk_args* args, void* stream);
 // The best-first draft tree: nodes in the order in which the heap of the reference pops them. Keys are float64 sums of
 // float32 log-probs added from the root down; ties go to the lexicographically smaller rank path, a prefix first.
 // keep_spine reserves room for the all-rank-0 path in every request whose budget is at least L.
-typedef struct {
+typedef struct ddtree_tree_build_args {
+  DDTREE_ARGS_VERSION;
   const float* log_probs;      // [B, L, K], non-increasing in K, <= 0, no NaN
   const int32_t* token_ids;    // [B, L, K]
   const int32_t* root_tokens;  // [B]
@@ -92,8 +123,9 @@ int ddtree_tree_build_cuda(const ddtree_tree_build_args* args, void* stream);
 // Absorbed MLA attention of the tree's rows over the whole prefix and over their ancestors in the tree.
 // Row i of request b sees cache rows [0, lengths[b]) and row lengths[b] + j for every ancestor bit j < num_nodes[b]. A
 // row past num_nodes[b] sees only its own row. NaN or inf stays inside its own request.
-typedef struct {
-  const void* query;          // [B, N, H, 576] of `dtype`
+typedef struct ddtree_verify_attn_args {
+  DDTREE_ARGS_VERSION;
+  const void* query;          // [B, N, H, 576] of `dtype`; on CUDA this, `cache` and `out` are aligned to 16 bytes
   const void* cache;          // [layers, B, S, 576] of `dtype`, the tree's rows at lengths[b] .. lengths[b] + N - 1
   const uint32_t* ancestors;  // [B, N, W]
   const int32_t* lengths;     // [B], clamped to 0 .. S - N
@@ -112,7 +144,8 @@ int ddtree_verify_attn_cpu(const ddtree_verify_attn_args* args, int64_t task, in
 int ddtree_verify_attn_cuda(const ddtree_verify_attn_args* args, void* stream);
 
 // cache[layer, b, lengths[b] + i, :] = latents[b, i, :]; rows that fall outside 0 .. S - 1 are dropped.
-typedef struct {
+typedef struct ddtree_append_latents_args {
+  DDTREE_ARGS_VERSION;
   void* cache;             // [layers, B, S, width], in place
   const void* latents;     // [B, N, width]
   const int32_t* lengths;  // [B]
@@ -127,7 +160,8 @@ int ddtree_append_latents_cuda(const ddtree_append_latents_args* args, void* str
 // negative one means that the target has none there (its logits were not finite): the walk emits nothing more and
 // finishes. Emission ends right after the first stop token and never exceeds max_new. Links must ascend and stay below
 // num_nodes: one that does not ends the search among the siblings.
-typedef struct {
+typedef struct ddtree_tree_accept_args {
+  DDTREE_ARGS_VERSION;
   const int32_t* tokens;         // [B, N]
   const int32_t* next_token;     // [B, N]
   const int32_t* next_sibling;   // [B, N]
@@ -147,7 +181,8 @@ int ddtree_tree_accept_cuda(const ddtree_tree_accept_args* args, void* stream);
 // cache[:, b, lengths[b] + j, :] = cache[:, b, lengths[b] + nodes[b, j], :] for j < num_emitted[b], in every layer.
 // nodes[b, :num_emitted[b]] is strictly increasing, so nodes[b, j] >= j and ascending j may move in place. A node below
 // 0 or a row outside the cache moves nothing.
-typedef struct {
+typedef struct ddtree_commit_path_args {
+  DDTREE_ARGS_VERSION;
   void* cache;                 // [layers, B, S, width], in place
   const int32_t* nodes;        // [B, path]
   const int32_t* num_emitted;  // [B]
@@ -161,7 +196,8 @@ int ddtree_commit_path_cuda(const ddtree_commit_path_args* args, void* stream);
 // out[t] = sum over j of expert_weights[t, j] * E_ids[t, j](x[t]), E(x) = down(silu(gate x) * up x), of routed experts
 // whose weights are packed int4: word i of a row holds inputs 8i .. 8i + 7, the first in the lowest nibble, as q + 8,
 // and q stands for q * scale of its group of 32 inputs. Only experts that some token chose are read.
-typedef struct {
+typedef struct ddtree_expert_mlp_args {
+  DDTREE_ARGS_VERSION;
   const void* x;                  // [T, D] of `dtype`
   const int32_t* expert_ids;      // [T, k], one outside 0 .. E - 1 contributes nothing
   const float* expert_weights;    // [T, k]
@@ -181,6 +217,9 @@ size_t ddtree_expert_mlp_workspace(int64_t tokens, int64_t top_k, int64_t expert
 int ddtree_expert_mlp_cpu(const ddtree_expert_mlp_args* args, int64_t task, int64_t tasks);  // fills `partial`
 int ddtree_expert_mlp_sum_cpu(const ddtree_expert_mlp_args* args);  // then, once: `partial` to `out`
 int ddtree_expert_mlp_cuda(const ddtree_expert_mlp_args* args, void* stream);  // at most 2048 experts
+
+#undef DDTREE_ARGS_VERSION
+#pragma GCC visibility pop
 
 #ifdef __cplusplus
 }  // extern "C"

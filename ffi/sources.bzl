@@ -30,6 +30,11 @@ CUDA_SRCS = [
     "cuda/verify_attn_hopper.cu",
 ]
 
+# Stands in for CUDA_SRCS in a C library without CUDA.
+NO_CUDA_SRCS = [
+    "no_cuda.cc",
+]
+
 CUDA_MODULE_SRCS = [
     "handlers_cuda.cc",
     "module_cuda.cc",

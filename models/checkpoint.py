@@ -8,16 +8,20 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Sequence
+from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from tqdm import tqdm
 
+from . import fp8
 from .config import DFlashConfig, KimiK26Config
 from .dflash import DFlashDrafter
 from .kimi_k26 import KimiK26
-from .layout import Rule, Source, drafter_rules, target_rules
+from .layout import Path, Rule, Source, drafter_rules, target_rules
+from .sharding import ShardingRules
 from .tensors import Tensors
 
 _PREFIXES = (
@@ -32,27 +36,32 @@ _VISION = (
     "model.mm_projector.",
 )
 _LAYER = re.compile(r"model\.layers\.(\d+)\.")
+_SCALES = ("weight_scale", "weight_scale_inv")
 _WORTH_A_BAR = 10**9  # bytes
 _DTYPES = {"BF16": jnp.bfloat16, "F32": jnp.float32}
 
 
-def load_target(path: str | os.PathLike, *, mesh=None, dtype=None) -> KimiK26:
-    """Loads a Kimi K2.5 / K2.6 folder, or a flat DeepSeek-V3 one as transformers writes it.
+def load_target(
+    path: str | os.PathLike, *, mesh=None, dtype=None, rules: ShardingRules | None = None
+) -> KimiK26:
+    """Loads a folder of Kimi K2, K2-Thinking, K2.5 or K2.6, or a DeepSeek-V3 one as transformers writes it.
 
-    Routed experts in packed int4 stay packed. Vision tensors and multi-token prediction layers are
-    skipped.
+    Routed experts in packed int4 or in fp8 stay so; other layers in fp8 become `dtype`. Vision tensors
+    and multi-token prediction layers are skipped.
 
     Args:
       path: the folder.
-      mesh: must be None for now.
+      mesh: a `jax.sharding.Mesh` of `Auto` axes; each parameter goes to its sharding at once, and a
+        process reads what its own devices hold. None is one device. `target(tokens, positions)` runs
+        so, but no kernel is split over a mesh yet: XLA gathers a layer's packed experts on every
+        device where they are called, and decoding over a mesh is not offered.
       dtype: "float32" or "bfloat16" for all other parameters; the checkpoint's own by default.
+      rules: which axes of the parameters lie on which axis of the mesh.
 
     Raises:
       FileNotFoundError: the folder, its config.json, its weights or a shard is missing.
       ValueError: anything in them that does not fit; the message names file, tensor and remedy.
     """
-    if mesh is not None:
-        raise ValueError("sharding is not available yet: pass mesh=None")
     wanted = _dtype_argument(dtype)
     config = KimiK26Config.from_json(_folder(path))
 
@@ -73,7 +82,8 @@ def load_target(path: str | os.PathLike, *, mesh=None, dtype=None) -> KimiK26:
         _check_tied(tensors, config)
     dtype = wanted or _stored_dtype(tensors, "model.embed_tokens.weight")
     target = nnx.eval_shape(lambda: KimiK26(config, dtype=dtype))
-    _fill(target, target_rules(target, tensors.names), tensors)
+    shardings = {} if mesh is None else (rules or ShardingRules()).shardings(target, mesh)
+    _fill(target, target_rules(target, tensors.names), tensors, shardings)
     return target
 
 
@@ -96,7 +106,7 @@ def load_drafter(path: str | os.PathLike, target: KimiK26, *, dtype=None) -> DFl
     tensors = Tensors(path, lambda name: name.removeprefix("model."))
     dtype = wanted or _stored_dtype(tensors, "fc.weight")
     drafter = nnx.eval_shape(lambda: DFlashDrafter(config, dtype=dtype))
-    _fill(drafter, drafter_rules(drafter), tensors)
+    _fill(drafter, drafter_rules(drafter), tensors, {})
     return drafter
 
 
@@ -129,12 +139,15 @@ def check_pair(
             )
 
 
-def _fill(model: nnx.Module, rules: list[Rule], tensors: Tensors):
+def _fill(model: nnx.Module, rules: list[Rule], tensors: Tensors, shardings: dict[Path, Any]):
     """Puts the checkpoint's values into an abstract model."""
+    total = 0
     for rule in rules:
         tensors.check(rule.sources)
+        scales = [s.block_scales for s in rule.sources if s.in_blocks(tensors.dtype(s.name))]
+        tensors.check(scales)
+        total += sum(tensors.nbytes(source.name) for source in (*rule.sources, *scales))
     slots = dict(nnx.to_flat_state(nnx.state(model)))
-    total = sum(tensors.nbytes(source.name) for rule in rules for source in rule.sources)
     # None: tqdm keeps quiet where nobody watches.
     quiet = None if total >= _WORTH_A_BAR else True
     with tqdm(total=total, unit="B", unit_scale=True, desc="loading", disable=quiet) as bar:
@@ -147,27 +160,54 @@ def _fill(model: nnx.Module, rules: list[Rule], tensors: Tensors):
                     raise ValueError(f"{tensors.folder}: the tensor {name!r} should say {expected}")
             # Read one by one into the stack: beside it there are one expert's tensor and the
             # stack's copy on the device.
-            arrays = rule.load(_OnDemand(tensors, [source.name for source in rule.sources], bar))
+            arrays = rule.load(_OnDemand(tensors, rule.sources, slots[rule.paths[0]].dtype, bar))
             for path, array in zip(rule.paths, arrays, strict=True):
-                slots[path].set_value(jnp.asarray(np.asarray(array), slots[path].dtype))
+                slots[path].set_value(_put(array, slots[path].dtype, shardings.get(path)))
             del arrays, array
     tensors.refuse_leftovers()
 
 
-class _OnDemand(Sequence):
-    """Values of tensors, each read when it is asked for."""
+def _put(array, dtype, sharding) -> jax.Array:
+    """`array` on the device, or each device's part of it there; what no device here holds is not read."""
 
-    def __init__(self, tensors: Tensors, names: list[str], bar: tqdm):
-        self._tensors, self._names, self._bar = tensors, names, bar
+    def read(index: tuple[slice, ...]) -> np.ndarray:
+        # A view of the file is copied: a CPU's array may lie where its source lies, and outlive the file.
+        return array[index].astype(dtype, order="C", copy=isinstance(array, np.ndarray))
+
+    if sharding is None:
+        return jnp.asarray(read((slice(None),) * len(array.shape)))
+    parts = {}  # Devices that hold the same share one reading.
+
+    def part(index: tuple[slice, ...]) -> np.ndarray:
+        key = tuple((one.start, one.stop) for one in index)
+        if key not in parts:
+            parts[key] = read(index)
+        return parts[key]
+
+    return jax.make_array_from_callback(array.shape, sharding, part)
+
+
+class _OnDemand(Sequence):
+    """Values of tensors, each read when it is asked for; those in fp8 blocks as floats of `dtype`."""
+
+    def __init__(self, tensors: Tensors, sources: tuple[Source, ...], dtype, bar: tqdm):
+        self._tensors, self._sources, self._dtype, self._bar = tensors, sources, dtype, bar
 
     def __len__(self):
-        return len(self._names)
+        return len(self._sources)
 
     def __getitem__(self, index: int) -> np.ndarray:
-        name = self._names[index]
+        source = self._sources[index]
+        value = self._take(source.name)
+        if source.in_blocks(self._tensors.dtype(source.name)):
+            scales = self._take(source.block_scales.name)
+            return fp8.dequantize(value, scales, self._dtype)
+        return value
+
+    def _take(self, name: str) -> np.ndarray:
         value = self._tensors.take(name)
-        # One bad scale spoils every token that meets its expert, and no later check would name it.
-        if name.endswith("weight_scale") and not np.isfinite(value.astype(np.float32)).all():
+        # One bad scale spoils every token that meets its weights, and no later check would name it.
+        if name.endswith(_SCALES) and not np.isfinite(value.astype(np.float32)).all():
             raise ValueError(
                 f"{self._tensors.folder}: the tensor {name!r} holds NaN or inf; "
                 "download the checkpoint again"

@@ -10,6 +10,7 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
+from . import fp8
 from .rope import RopeConfig
 
 LATENT_DIM = 512  # what the kernels serve: see ffi/ddtree.h
@@ -170,7 +171,8 @@ class KimiK26Config:
       rope: rotary constants.
       latent_norm_eps: epsilon of the norms on the query's and the keys' latents. The published
         models build them without the config's epsilon, hence 1e-6.
-      experts: "int4" when the routed experts are stored packed, else "float".
+      experts: how the routed experts are stored: "int4" packed, "fp8" in blocks, else "float". With
+        "fp8" the other linear layers are stored so too.
     """
 
     vocab_size: int
@@ -277,7 +279,7 @@ class KimiK26Config:
                 eos_token_ids=text.optional("eos_token_id", _ids)
                 or outer.optional("eos_token_id", _ids)
                 or (),
-                experts="float" if quantization is None else _int4(quantization, where),
+                experts="float" if quantization is None else _experts(quantization, where),
             )
 
     def is_moe(self, layer: int) -> bool:
@@ -331,9 +333,17 @@ _TARGET_BOUNDS = {
 }
 
 
-def _int4(quantization: Any, where: str) -> str:
-    """Checks that a quantization_config is the one of K2.5 and K2.6."""
-    remedy = "supported is compressed-tensors pack-quantized int4, symmetric, in groups of 32"
+def _experts(quantization: Any, where: str) -> str:
+    """How K2-Instruct ("fp8"), or K2-Thinking, K2.5 and K2.6 ("int4"), say that experts are stored."""
+    remedy = (
+        "supported is compressed-tensors pack-quantized int4, symmetric, in groups of 32, "
+        "and fp8 e4m3 in blocks of 128 x 128"
+    )
+    if isinstance(quantization, Mapping) and quantization.get("quant_method") == "fp8":
+        told = [quantization.get(k) for k in ("fmt", "weight_block_size", "activation_scheme")]
+        if told[0] not in (None, "e4m3") or told[1] != [fp8.BLOCK] * 2 or told[2] == "static":
+            raise ValueError(f"{where}: quantization_config asks for something else; {remedy}")
+        return "fp8"
     try:
         weights = [group["weights"] for group in quantization["config_groups"].values()]
         if not weights:

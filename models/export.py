@@ -62,7 +62,8 @@ def save_target(
     """Writes config.json, generation_config.json and model.safetensors, experts in int4.
 
     Args:
-      target: float experts are quantized on the way; sizes must be multiples of 32.
+      target: float experts are quantized on the way; sizes must be multiples of 32. Experts in fp8
+        are refused: to round them twice would help nobody.
       path: the folder, made if needed.
       token_ids: `bos_token_id`, `pad_token_id` and the like for the wrapper's config.
     """
@@ -101,7 +102,10 @@ def save_drafter(drafter: DFlashDrafter, path: str | os.PathLike):
 
 def pack_experts(target: KimiK26) -> KimiK26:
     """The same model with its routed experts in packed int4; itself when they already are."""
-    if target.config.experts == "int4" and all(not _floats(layer) for layer in target.layers):
+    kinds = {layer.mlp.experts.kind for layer in target.layers if layer.is_moe}
+    if "fp8" in kinds:
+        raise ValueError("experts in fp8 are not written in int4: save a target of another kind")
+    if target.config.experts == "int4" and "float" not in kinds:
         return target
     config = dataclasses.replace(target.config, experts="int4")
     packed = nnx.eval_shape(lambda: KimiK26(config, dtype=target.dtype))
@@ -114,10 +118,6 @@ def pack_experts(target: KimiK26) -> KimiK26:
         slots[(*path[:-1], f"{path[-1]}_packed")].set_value(quantization.pack(values))
         slots[(*path[:-1], f"{path[-1]}_scale")].set_value(scale)
     return packed
-
-
-def _floats(layer) -> bool:
-    return layer.is_moe and not layer.mlp.experts.packed
 
 
 def _write_tensors(path, model: nnx.Module, rules: list[Rule], prefix: str):

@@ -27,7 +27,7 @@ class Footprint:
     """Bytes of a target and its drafter.
 
     Attributes:
-      experts: routed experts, as they are held: packed int4 with their scales, or floats.
+      experts: routed experts, as they are held: packed int4 or fp8 with their scales, or floats.
       rest: everything else of the target.
       drafter: the drafter's parameters; 0 without one.
       row: caches of one position of one request, target and drafter together.

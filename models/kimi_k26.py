@@ -145,7 +145,7 @@ class KimiK26(nnx.Module):
       config: sizes and constants.
       dtype: dtype of the parameters and, by them, of the activations.
       rngs: source of random parameters; without it they are zero.
-      experts: "float" or "int4", how the routed experts are held; the config's way by default.
+      experts: "float", "fp8" or "int4", how the routed experts are held; the config's way by default.
     """
 
     def __init__(
@@ -157,8 +157,8 @@ class KimiK26(nnx.Module):
         experts: str | None = None,
     ):
         experts = config.experts if experts is None else experts
-        if experts not in ("float", "int4"):
-            raise ValueError(f"experts must be 'float' or 'int4', not {experts!r}")
+        if experts not in ("float", "fp8", "int4"):
+            raise ValueError(f"experts must be 'float', 'fp8' or 'int4', not {experts!r}")
         shape = (config.vocab_size, config.hidden_size)
         self.embed_tokens = nnx.Param(normal(shape, dtype, rngs, config.initializer_range))
         self.layers = nnx.List(

@@ -11,11 +11,13 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from flax import nnx
 
+from . import fp8
 from .config import KimiK26Config
 
 FLOAT = ("BF16", "F32", "F16")  # safetensors' names of the dtypes that a float tensor may have
+FP8 = "F8_E4M3"
 Path = tuple  # of a parameter in a module: names and indices
-Arrays = Sequence[np.ndarray]
+Arrays = Sequence  # of NumPy arrays, or of what is read where it is indexed like one
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,6 +27,16 @@ class Source:
     name: str
     shape: tuple[int, ...]
     dtypes: tuple[str, ...] = FLOAT
+
+    def in_blocks(self, dtype: str) -> bool:
+        """Whether a weight that is stored as `dtype` becomes floats by the scales of its blocks."""
+        return dtype == FP8 and self.dtypes != (FP8,)
+
+    @property
+    def block_scales(self) -> Source:
+        """The scales of a weight in fp8, one for each block."""
+        shape = tuple(map(fp8.blocks, self.shape))
+        return Source(f"{self.name}_scale_inv", shape, ("F32",))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,13 +65,15 @@ def target_rules(target: nnx.Module, names: frozenset[str] = frozenset()) -> lis
         by one and stacked.
     """
     config = target.config
+    # A linear layer of an fp8 folder may be left in floats: which are is in no config.
+    linear = (FP8, *FLOAT) if config.experts == "fp8" else FLOAT
     rules = []
     for path, shape in _parameters(target).items():
         last = path[-1]
         if path == ("embed_tokens",):
             rules.append(_same(path, Source("model.embed_tokens.weight", shape)))
         elif last == "k_up":
-            rules.append(_latent_up(path[:-1], config))
+            rules.append(_latent_up(path[:-1], config, linear))
         elif last == "v_up":
             pass  # made with k_up
         elif last == "e_score_correction_bias":
@@ -70,13 +84,25 @@ def target_rules(target: nnx.Module, names: frozenset[str] = frozenset()) -> lis
                 rules.append(_same(path, Source(stacked, shape)))
             else:
                 rules.append(_experts(path, shape, "weight", FLOAT))
-        elif last.endswith("_packed"):
-            rules.append(_experts(path, shape, "weight_packed", ("I32",)))
-        elif last.endswith("_scale"):
-            rules.append(_experts(path, shape, "weight_scale", ("BF16",)))
+        elif last in _EXPERT_TENSORS:
+            rules.append(_experts(path, shape, *_EXPERT_TENSORS[last]))
         else:
-            rules.append(_plain(path, shape, "" if path[0] == "lm_head" else "model."))
+            dtypes = linear if "_proj" in path[-2] else FLOAT
+            rules.append(_plain(path, shape, "" if path[0] == "lm_head" else "model.", dtypes))
     return rules
+
+
+#: Suffix and dtype of the tensors, one an expert and matrix, that a stacked parameter is made of.
+_EXPERT_TENSORS = {
+    f"{part}_{held}": (suffix, (dtype,))
+    for part in ("gate_up", "down")
+    for held, suffix, dtype in (
+        ("packed", "weight_packed", "I32"),
+        ("scale", "weight_scale", "BF16"),
+        ("fp8", "weight", FP8),
+        ("scale_inv", "weight_scale_inv", "F32"),
+    )
+}
 
 
 def _parameters(model: nnx.Module) -> dict[Path, tuple[int, ...]]:
@@ -91,7 +117,9 @@ def _same(path: Path, source: Source) -> Rule:
     return Rule((path,), (source,), load=tuple, save=tuple)
 
 
-def _plain(path: Path, shape: tuple[int, ...], prefix: str) -> Rule:
+def _plain(
+    path: Path, shape: tuple[int, ...], prefix: str, dtypes: tuple[str, ...] = FLOAT
+) -> Rule:
     """A norm's weight as it is, or a kernel [inputs, outputs] from torch's [outputs, inputs]."""
     name = _name(prefix, path[:-1]) + ".weight"
     if path[-1] == "weight":
@@ -100,10 +128,10 @@ def _plain(path: Path, shape: tuple[int, ...], prefix: str) -> Rule:
     def transpose(arrays):
         return [arrays[0].T]
 
-    return Rule((path,), (Source(name, shape[::-1]),), load=transpose, save=transpose)
+    return Rule((path,), (Source(name, shape[::-1], dtypes),), load=transpose, save=transpose)
 
 
-def _latent_up(path: Path, config: KimiK26Config) -> Rule:
+def _latent_up(path: Path, config: KimiK26Config, dtypes: tuple[str, ...]) -> Rule:
     """kv_b_proj [H * (qk_nope + v), 512]: for each head its keys' rows, then its values'."""
     heads, split = config.num_attention_heads, config.qk_nope_head_dim
     rows = split + config.v_head_dim
@@ -116,7 +144,8 @@ def _latent_up(path: Path, config: KimiK26Config) -> Rule:
         by_head = np.concatenate([arrays[0], arrays[1].swapaxes(1, 2)], axis=1)
         return [by_head.reshape(heads * rows, -1)]
 
-    source = Source(_name("model.", path) + ".weight", (heads * rows, config.kv_lora_rank))
+    shape = (heads * rows, config.kv_lora_rank)
+    source = Source(_name("model.", path) + ".weight", shape, dtypes)
     return Rule(((*path, "k_up"), (*path, "v_up")), (source,), load=load, save=save)
 
 
@@ -129,12 +158,7 @@ def _experts(path: Path, shape: tuple[int, ...], suffix: str, dtypes: tuple[str,
     names = [f"{prefix}.{expert}.{part}" for expert in range(count) for part in parts]
 
     def load(arrays):
-        first = arrays[0]
-        out = np.empty((count * len(parts), each, columns), first.dtype)
-        out[0] = first
-        for i in range(1, len(out)):
-            out[i] = arrays[i]
-        return [out.reshape(shape)]
+        return [_Stack(arrays, shape, len(parts))]
 
     def save(arrays):
         return list(arrays[0].reshape(count * len(parts), each, columns))
@@ -144,3 +168,23 @@ def _experts(path: Path, shape: tuple[int, ...], suffix: str, dtypes: tuple[str,
         constants = {f"{name}.weight_shape": (each, columns * 8) for name in names}
     sources = tuple(Source(f"{name}.{suffix}", (each, columns), dtypes) for name in names)
     return Rule((path,), sources, load=load, save=save, constants=constants)
+
+
+class _Stack:
+    """The experts' matrices as one array [E, rows, columns], of which only what is indexed is read."""
+
+    def __init__(self, arrays: Arrays, shape: tuple[int, ...], parts: int):
+        self.shape = shape
+        self._arrays, self._parts = arrays, parts
+
+    def __getitem__(self, index: tuple[slice, ...]) -> np.ndarray:
+        experts = range(self.shape[0])[index[0]]
+        each = self.shape[1] // self._parts
+        out = None
+        for place, expert in enumerate(experts):
+            for part in range(self._parts):
+                matrix = self._arrays[expert * self._parts + part]
+                if out is None:
+                    out = np.empty((len(experts), *self.shape[1:]), matrix.dtype)
+                out[place, part * each : (part + 1) * each] = matrix
+        return out[:, *index[1:]]

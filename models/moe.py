@@ -9,7 +9,7 @@ from flax import nnx
 from ddtree_jax.experts import expert_mlp as packed_expert_mlp
 from ddtree_jax.experts import sum_of_chosen
 
-from . import quantization
+from . import fp8, quantization
 from .config import KimiK26Config
 from .layers import MLP, normal
 
@@ -54,6 +54,9 @@ class Experts(nnx.Module):
     """The routed experts, stacked, as torch orients them (E experts, I inner, D model numbers).
 
     experts="float": `gate_up [E, 2I, D]`, gate rows before up rows, and `down [E, D, I]`.
+    experts="fp8": `gate_up_fp8 [E, 2I, D]` and `down_fp8 [E, D, I]` in float8_e4m3fn, and for each
+    matrix (gate and up apart) the scales of its blocks that `fp8.dequantize` takes,
+    `gate_up_scale_inv f32[E, 2 * blocks(I), blocks(D)]`, `down_scale_inv f32[E, blocks(D), blocks(I)]`.
     experts="int4": the same as `quantization` packs it, `gate_up_packed i32[E, 2I, D / 8]` with
     `gate_up_scale bf16[E, 2I, D / 32]`, `down_packed i32[E, D, I / 8]` with
     `down_scale bf16[E, D, I / 32]`.
@@ -69,10 +72,18 @@ class Experts(nnx.Module):
         gate_up = normal((count, 2 * inner, size), dtype, rngs, std)
         down = normal((count, size, inner), dtype, rngs, std)
         self.count = count
-        self.packed = experts == "int4"
-        if not self.packed:
+        self.kind = experts
+        if experts == "float":
             self.gate_up = nnx.Param(gate_up)
             self.down = nnx.Param(down)
+            return
+        if experts == "fp8":
+            gate_up, scale = fp8.quantize(gate_up.reshape(count, 2, inner, size))
+            self.gate_up_fp8 = PackedParam(gate_up.reshape(count, 2 * inner, size))
+            self.gate_up_scale_inv = PackedParam(scale.reshape(count, -1, scale.shape[-1]))
+            down, scale = fp8.quantize(down)
+            self.down_fp8 = PackedParam(down)
+            self.down_scale_inv = PackedParam(scale)
             return
         gate_up, gate_up_scale = quantization.quantize(gate_up)
         down, down_scale = quantization.quantize(down)
@@ -83,8 +94,16 @@ class Experts(nnx.Module):
 
     def weights(self, expert: jax.Array, dtype) -> tuple[jax.Array, jax.Array]:
         """`gate_up [2I, D]` and `down [D, I]` of one expert, dequantized to `dtype`."""
-        if not self.packed:
+        if self.kind == "float":
             return self.gate_up[...][expert].astype(dtype), self.down[...][expert].astype(dtype)
+        if self.kind == "fp8":
+            gate_up, scale = self.gate_up_fp8[...][expert], self.gate_up_scale_inv[...][expert]
+            parts = (a.reshape(2, -1, a.shape[-1]) for a in (gate_up, scale))
+            down, scale = self.down_fp8[...][expert], self.down_scale_inv[...][expert]
+            return (
+                fp8.dequantize(*parts, dtype).reshape(gate_up.shape),
+                fp8.dequantize(down, scale, dtype),
+            )
         return (
             quantization.dequantize(
                 self.gate_up_packed[...][expert], self.gate_up_scale[...][expert], dtype
@@ -111,7 +130,7 @@ def expert_mlp(x: jax.Array, ids: jax.Array, weights: jax.Array, experts: Expert
     Returns:
       [T, D] in x's dtype; the sum over experts is float32.
     """
-    if experts.packed:
+    if experts.kind == "int4":
         return packed_expert_mlp(
             x,
             ids,
@@ -165,7 +184,7 @@ class MoE(nnx.Module):
         with jax.named_scope("experts"):
             if valid is not None:
                 ids = jnp.where(valid.reshape(-1, 1), ids, -1)
-            if valid is None and not self.experts.packed:
+            if valid is None and self.experts.kind == "float":
                 out = dense_expert_mlp(flat, ids, weights, self.experts)
             else:
                 out = expert_mlp(flat, ids, weights, self.experts)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import os
 from collections.abc import Callable, Iterable
 
+import ml_dtypes
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
@@ -14,7 +16,29 @@ from .layout import Source
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
-_BYTES = {"F64": 8, "I64": 8, "F32": 4, "I32": 4, "BF16": 2, "F16": 2}
+#: safetensors' name of a dtype to NumPy's.
+DTYPES = {
+    name: np.dtype(dtype)
+    for name, dtype in {
+        "BOOL": np.bool_,
+        "U8": np.uint8,
+        "I8": np.int8,
+        "F8_E4M3": ml_dtypes.float8_e4m3fn,
+        "F8_E5M2": ml_dtypes.float8_e5m2,
+        "F8_E8M0": ml_dtypes.float8_e8m0fnu,
+        "U16": np.uint16,
+        "I16": np.int16,
+        "F16": np.float16,
+        "BF16": ml_dtypes.bfloat16,
+        "U32": np.uint32,
+        "I32": np.int32,
+        "F32": np.float32,
+        "U64": np.uint64,
+        "I64": np.int64,
+        "F64": np.float64,
+        "C64": np.complex64,
+    }.items()
+}
 
 
 def read_index(folder: str | os.PathLike) -> dict[str, str] | None:
@@ -40,6 +64,21 @@ def read_index(folder: str | os.PathLike) -> dict[str, str] | None:
     return pairs
 
 
+@dataclasses.dataclass(frozen=True)
+class _Entry:
+    """Where a tensor lies: its file, its name and what is there, from the file's header."""
+
+    shard: str
+    stored: str
+    dtype: str
+    shape: tuple[int, ...]
+    begin: int
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * DTYPES[self.dtype].itemsize
+
+
 class Tensors:
     """Names, shapes and dtypes of all tensors below `folder`, and their values on demand.
 
@@ -59,19 +98,20 @@ class Tensors:
             raise FileNotFoundError(
                 f"{self.folder}: no such folder; give the one that holds config.json and weights"
             )
-        self._files = {}
-        self._found = {}
+        self._maps = {}
+        self._found: dict[str, _Entry] = {}
         stored_in = self._index()
-        for shard in sorted(set(stored_in.values())) or [SINGLE]:
-            self._open(shard, canonical)
-        for shard, stored in self._found.values():
-            if stored_in and stored_in.get(stored) != shard:
+        shards = sorted(set(stored_in.values())) or [SINGLE]
+        self._refuse_missing(shards)
+        stored = {shard: self._open(shard, canonical) for shard in shards}
+        for entry in self._found.values():
+            if stored_in and stored_in.get(entry.stored) != entry.shard:
                 raise ValueError(
-                    f"{os.path.join(self.folder, shard)}: the tensor {stored!r} is here, but not in "
-                    f"{INDEX}; the two do not belong together, download the checkpoint again"
+                    f"{os.path.join(self.folder, entry.shard)}: the tensor {entry.stored!r} is here, "
+                    f"but not in {INDEX}; the two do not belong together, download the checkpoint again"
                 )
         for name, shard in stored_in.items():
-            if name not in self._files[shard].keys():
+            if name not in stored[shard]:
                 raise ValueError(
                     f"{os.path.join(self.folder, shard)}: the tensor {name!r} "
                     f"that {INDEX} places here is missing; download the checkpoint again"
@@ -94,36 +134,32 @@ class Tensors:
                     f"{self.folder}: the tensor {source.name!r} is missing; config.json asks "
                     "for it, so config and weights do not belong together or a file is incomplete"
                 )
-            shard, stored = self._found[source.name]
-            header = self._files[shard].get_slice(stored)
-            shape, dtype = tuple(header.get_shape()), header.get_dtype()
-            where = f"{os.path.join(self.folder, shard)}: the tensor {stored!r}"
-            if shape != source.shape:
+            entry = self._found[source.name]
+            where = f"{os.path.join(self.folder, entry.shard)}: the tensor {entry.stored!r}"
+            if entry.shape != source.shape:
                 raise ValueError(
-                    f"{where} has shape {shape}, but config.json makes it {source.shape}; "
+                    f"{where} has shape {entry.shape}, but config.json makes it {source.shape}; "
                     "config and weights do not belong together"
                 )
-            if dtype not in source.dtypes:
+            if entry.dtype not in source.dtypes:
                 raise ValueError(
-                    f"{where} is {dtype}, but supported here is {' or '.join(source.dtypes)}"
+                    f"{where} is {entry.dtype}, but supported here is {' or '.join(source.dtypes)}"
                 )
 
     def dtype(self, name: str) -> str:
         """safetensors' name of a tensor's dtype."""
-        shard, stored = self._found[name]
-        return self._files[shard].get_slice(stored).get_dtype()
+        return self._found[name].dtype
 
     def nbytes(self, name: str) -> int:
         """Bytes that a tensor takes in its file."""
-        shard, stored = self._found[name]
-        header = self._files[shard].get_slice(stored)
-        return math.prod(header.get_shape()) * _BYTES.get(header.get_dtype(), 1)
+        return self._found[name].nbytes
 
     def take(self, name: str) -> np.ndarray:
-        """Reads a tensor and marks it as used."""
-        shard, stored = self._found[name]
+        """A tensor where it lies in its file's memory map, read only; it counts as used from now on."""
+        entry = self._found[name]
         self._left.discard(name)
-        return self._files[shard].get_tensor(stored)
+        raw = self._maps[entry.shard][entry.begin : entry.begin + entry.nbytes]
+        return raw.view(DTYPES[entry.dtype]).reshape(entry.shape)
 
     def refuse_leftovers(self):
         """Raises a ValueError that lists tensors never taken: the model would silently differ.
@@ -133,7 +169,7 @@ class Tensors:
         self._left = {name for name in self._left if self.nbytes(name)}
         if not self._left:
             return
-        shown = [repr(self._found[name][1]) for name in sorted(self._left)]
+        shown = [repr(self._found[name].stored) for name in sorted(self._left)]
         more = f" and {len(shown) - 8} more" if len(shown) > 8 else ""
         raise ValueError(
             f"{self.folder}: {len(shown)} tensors have no place in the model that config.json "
@@ -149,25 +185,48 @@ class Tensors:
             )
         return pairs or {}
 
-    def _open(self, shard: str, canonical):
+    def _refuse_missing(self, shards: list[str]):
+        """Names the shards that an unfinished download lacks."""
+        missing = [s for s in shards if not os.path.isfile(os.path.join(self.folder, s))]
+        if missing:
+            more = f" and {len(missing) - 8} more" if len(missing) > 8 else ""
+            raise FileNotFoundError(
+                f"{self.folder}: {', '.join(missing[:8])}{more}: {len(missing)} of {len(shards)} shards "
+                "are missing; finish the download"
+            )
+
+    def _open(self, shard: str, canonical) -> set[str]:
+        """Notes where the tensors of a shard lie; returns their stored names."""
         path = os.path.join(self.folder, shard)
-        if not os.path.isfile(path):
-            raise FileNotFoundError(f"{path}: the shard is missing; download the checkpoint again")
         try:
-            file = safe_open(path, framework="numpy")
-            names = list(file.keys())
+            with safe_open(path, framework="numpy") as file:
+                names = file.offset_keys()
+                headers = [file.get_slice(name) for name in names]
         except (SafetensorError, OSError) as error:
             raise ValueError(
                 f"{path}: truncated or not a safetensors file ({error}); download it again"
             ) from error
-        self._files[shard] = file
-        for stored in names:
-            name = canonical(stored)
+        entries, begin = [], 0
+        for stored, header in zip(names, headers, strict=True):
+            dtype = header.get_dtype()
+            if dtype not in DTYPES:
+                raise ValueError(
+                    f"{path}: the tensor {stored!r} is {dtype}, which is not supported"
+                )
+            entries.append(_Entry(shard, stored, dtype, tuple(header.get_shape()), begin))
+            begin += entries[-1].nbytes
+        # safetensors has checked that the tensors fill the file to its end without a hole.
+        start = os.path.getsize(path) - begin
+        self._maps[shard] = np.memmap(path, np.uint8, "r")
+        for entry in entries:
+            name = canonical(entry.stored)
             if name is None:
                 continue
             if name in self._found:
                 other = self._found[name]
                 raise ValueError(
-                    f"{path}: the tensor {stored!r} is also in {other[0]} as {other[1]!r}; keep one"
+                    f"{path}: the tensor {entry.stored!r} is also in {other.shard} as "
+                    f"{other.stored!r}; keep one"
                 )
-            self._found[name] = (shard, stored)
+            self._found[name] = dataclasses.replace(entry, begin=start + entry.begin)
+        return set(names)

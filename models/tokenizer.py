@@ -235,6 +235,11 @@ def load_tokenizer(path: str | os.PathLike) -> Tokenizer:
     folder = os.fspath(path)
     model = os.path.join(folder, "tiktoken.model")
     if not os.path.isfile(model):
+        if os.path.isfile(os.path.join(folder, "tokenizer.json")):
+            raise FileNotFoundError(
+                f"{folder}: there is a tokenizer.json, which is not read, and no tiktoken.model; put the "
+                "tiktoken.model of the published checkpoint beside it"
+            )
         raise FileNotFoundError(f"{model}: no such file; a Kimi checkpoint folder holds one")
     ranks = _read_ranks(model)
     settings = _optional(folder, "tokenizer_config.json")

@@ -87,6 +87,10 @@ def _fill(rng, model):
             value = rng.integers(-(2**31), 2**31, shape)
         elif name.endswith("_scale"):
             value = rng.uniform(0.01, 0.03, shape)
+        elif name.endswith("_fp8"):
+            value = np.clip(rng.normal(0, 100, shape), -448, 448)
+        elif name.endswith("_scale_inv"):
+            value = rng.uniform(5e-4, 15e-4, shape)
         elif name == "weight":
             value = rng.normal(1, 0.2, shape)
         else:

@@ -1,11 +1,11 @@
 // Writes a round's latent rows into the cache.
 #include <cstring>
 
-#include "ffi/cpu/kernels.h"
+#include "ffi/arguments.h"
 #include "ffi/ddtree.h"
 
 int ddtree_append_latents_cpu(const ddtree_append_latents_args* a, int64_t task, int64_t tasks) {
-  if (a->width < 1 || a->batch < 0 || a->nodes < 0 || tasks < 1) return DDTREE_INVALID_ARGUMENT;
+  if (const int status = ddtree::Check(a, task, tasks); status != DDTREE_OK) return status;
   const int64_t layer = *a->layer;
   if (layer < 0 || layer >= a->layers) return DDTREE_OK;
   const int64_t bytes = a->width * ddtree::DtypeBytes(a->dtype);

@@ -1,11 +1,11 @@
 // Moves the accepted path's cache rows up behind the committed prefix.
 #include <cstring>
 
-#include "ffi/cpu/kernels.h"
+#include "ffi/arguments.h"
 #include "ffi/ddtree.h"
 
 int ddtree_commit_path_cpu(const ddtree_commit_path_args* a, int64_t task, int64_t tasks) {
-  if (a->width < 1 || a->batch < 0 || a->path < 0 || tasks < 1) return DDTREE_INVALID_ARGUMENT;
+  if (const int status = ddtree::Check(a, task, tasks); status != DDTREE_OK) return status;
   const int64_t bytes = a->width * ddtree::DtypeBytes(a->dtype);
   for (int64_t item = task; item < a->layers * a->batch; item += tasks) {
     const int64_t b = item % a->batch;

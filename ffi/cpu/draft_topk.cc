@@ -2,6 +2,7 @@
 #include <algorithm>
 #include <cmath>
 
+#include "ffi/arguments.h"
 #include "ffi/cpu/kernels.h"
 #include "ffi/ddtree.h"
 
@@ -110,7 +111,7 @@ void Row(const T* logits, int64_t vocab, int64_t k, float* log_probs, int32_t* i
 }  // namespace ddtree
 
 int ddtree_draft_topk_cpu(const ddtree_draft_topk_args* a, int64_t task, int64_t tasks) {
-  if (a->k < 1 || a->k > DDTREE_MAX_CANDIDATES || a->k > a->vocab || tasks < 1) return DDTREE_INVALID_ARGUMENT;
+  if (const int status = ddtree::Check(a, task, tasks); status != DDTREE_OK) return status;
   for (int64_t row = task; row < a->rows; row += tasks) {
     float* log_probs = a->log_probs + row * a->k;
     int32_t* ids = a->token_ids + row * a->k;

@@ -5,8 +5,11 @@
 // the order of the token's choices, so that its result depends on neither the other tokens nor the number of tasks.
 #include <algorithm>
 #include <cmath>
+#include <new>
+#include <stdexcept>
 #include <vector>
 
+#include "ffi/arguments.h"
 #include "ffi/cpu/kernels.h"
 #include "ffi/ddtree.h"
 
@@ -182,15 +185,15 @@ void Run(const ddtree_expert_mlp_args& a, int64_t task, int64_t tasks, Scratch* 
     s->inner.resize(s->pairs.size() * 2 * inner);
     const int64_t count = s->pairs.size();
     s->from.resize(count), s->to.resize(count);
-    for (int64_t i = 0; i < count; ++i) s->from[i] = &s->x[s->pairs[i] / a.top_k * d];
+    for (int64_t i = 0; i < count; ++i) s->from[i] = s->x.data() + s->pairs[i] / a.top_k * d;
     for (int64_t r = 0; r < 2 * inner; r += kRows) {
       const int64_t row = e * 2 * inner + r;
-      for (int64_t i = 0; i < count; ++i) s->to[i] = &s->inner[i * 2 * inner + r];
+      for (int64_t i = 0; i < count; ++i) s->to[i] = s->inner.data() + i * 2 * inner + r;
       Dots(a.gate_up + row * (d / 8), a.gate_up_scale + row * (d / kGroup), d, s->from.data(), s->to.data(), count,
            s->rows.data());
     }
     for (int64_t i = 0; i < count; ++i) {
-      float* gate = &s->inner[i * 2 * inner];
+      float* gate = s->inner.data() + i * 2 * inner;
       Swiglu(gate, gate + inner, inner);
       if (kWide) Interleave(gate, inner);
       s->from[i] = gate;
@@ -220,23 +223,30 @@ void Weigh(const ddtree_expert_mlp_args& a) {
   }
 }
 
-bool Served(const ddtree_expert_mlp_args& a) {
-  return a.hidden % kGroup == 0 && a.inner % kGroup == 0 && a.tokens >= 0 && a.top_k >= 0;
-}
+// The scratch is this device's own.
+bool HasPartial(const ddtree_expert_mlp_args& a) { return Array(a.partial, 4, {a.tokens, a.top_k, a.hidden}); }
 
 }  // namespace
 }  // namespace ddtree
 
 int ddtree_expert_mlp_cpu(const ddtree_expert_mlp_args* a, int64_t task, int64_t tasks) {
-  if (!ddtree::Served(*a) || tasks < 1) return DDTREE_INVALID_ARGUMENT;
+  if (const int status = ddtree::Check(a, task, tasks); status != DDTREE_OK) return status;
+  if (!ddtree::HasPartial(*a)) return DDTREE_INVALID_ARGUMENT;
   // Grows to the largest call's size and stays: one per pool thread.
   static thread_local ddtree::Scratch scratch;
-  (a->dtype == DDTREE_BF16 ? ddtree::Run<uint16_t> : ddtree::Run<float>)(*a, task, tasks, &scratch);
+  try {
+    (a->dtype == DDTREE_BF16 ? ddtree::Run<uint16_t> : ddtree::Run<float>)(*a, task, tasks, &scratch);
+  } catch (const std::bad_alloc&) {
+    return DDTREE_OUT_OF_MEMORY;
+  } catch (const std::length_error&) {
+    return DDTREE_OUT_OF_MEMORY;
+  }
   return DDTREE_OK;
 }
 
 int ddtree_expert_mlp_sum_cpu(const ddtree_expert_mlp_args* a) {
-  if (!ddtree::Served(*a)) return DDTREE_INVALID_ARGUMENT;
+  if (const int status = ddtree::Check(a); status != DDTREE_OK) return status;
+  if (!ddtree::HasPartial(*a)) return DDTREE_INVALID_ARGUMENT;
   (a->dtype == DDTREE_BF16 ? ddtree::Weigh<uint16_t> : ddtree::Weigh<float>)(*a);
   return DDTREE_OK;
 }

@@ -1,4 +1,4 @@
-// What the CPU kernels share: dtype sizes, conversions and function multiversioning.
+// What the CPU kernels share: conversions and function multiversioning.
 #ifndef DDTREE_FFI_CPU_KERNELS_H_
 #define DDTREE_FFI_CPU_KERNELS_H_
 
@@ -8,8 +8,8 @@
 
 #include "ffi/ddtree.h"
 
-// One build serves every x86-64: the loader picks the clone that the processor runs.
-#if defined(__x86_64__) && defined(__linux__) && defined(__GNUC__) && !defined(__clang__)
+// One build serves every x86-64: the loader picks the clone that the processor runs. AddressSanitizer is not up by then.
+#if defined(__x86_64__) && defined(__linux__) && defined(__GNUC__) && !defined(__clang__) && !defined(__SANITIZE_ADDRESS__)
 #define DDTREE_CLONES __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
 #else
 #define DDTREE_CLONES
@@ -23,8 +23,6 @@ typedef float Vec __attribute__((vector_size(kLanes * 4), aligned(4), may_alias)
 
 // Rows of verify_attn's work item, of `rows` = nodes * heads in all: few rows are cut finer, so that threads can share them.
 inline int64_t VerifyAttnRows(int64_t rows) { return rows <= 16 ? 4 : rows <= 64 ? 8 : 16; }
-
-inline int64_t DtypeBytes(int32_t dtype) { return dtype == DDTREE_BF16 ? 2 : 4; }
 
 inline float FromBf16(uint16_t x) {
   const uint32_t bits = static_cast<uint32_t>(x) << 16;

@@ -1,10 +1,11 @@
 // Walks each draft tree along the target's tokens.
 #include <algorithm>
 
+#include "ffi/arguments.h"
 #include "ffi/ddtree.h"
 
 int ddtree_tree_accept_cpu(const ddtree_tree_accept_args* a, int64_t task, int64_t tasks) {
-  if (a->max_nodes < 1 || a->depth < 0 || tasks < 1) return DDTREE_INVALID_ARGUMENT;
+  if (const int status = ddtree::Check(a, task, tasks); status != DDTREE_OK) return status;
   const int64_t n = a->max_nodes, path = a->depth + 1;
   for (int64_t b = task; b < a->batch; b += tasks) {
     const int32_t* tokens = a->tokens + b * n;

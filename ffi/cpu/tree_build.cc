@@ -2,6 +2,7 @@
 #include <algorithm>
 #include <cmath>
 
+#include "ffi/arguments.h"
 #include "ffi/ddtree.h"
 
 namespace {
@@ -35,10 +36,7 @@ bool PathBefore(const Chosen& nodes, const Candidate& a, const Candidate& b) {
 }  // namespace
 
 int ddtree_tree_build_cpu(const ddtree_tree_build_args* a, int64_t task, int64_t tasks) {
-  if (a->budget < 0 || a->budget >= DDTREE_MAX_NODES || a->depth < 0 || a->depth > DDTREE_MAX_DEPTH || a->k < 0 ||
-      a->k > DDTREE_MAX_CANDIDATES || tasks < 1) {
-    return DDTREE_INVALID_ARGUMENT;
-  }
+  if (const int status = ddtree::Check(a, task, tasks); status != DDTREE_OK) return status;
   const int64_t n_max = a->budget + 1, words = (n_max + 31) / 32, depth = a->depth, k = a->k;
   Chosen nodes;
   Candidate heap[2 * DDTREE_MAX_NODES];

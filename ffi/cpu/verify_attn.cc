@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <cmath>
 
+#include "ffi/arguments.h"
 #include "ffi/cpu/kernels.h"
 #include "ffi/ddtree.h"
 
@@ -245,9 +246,7 @@ void Run(const ddtree_verify_attn_args& a, int64_t b, int64_t first, int64_t row
 }  // namespace ddtree
 
 int ddtree_verify_attn_cpu(const ddtree_verify_attn_args* a, int64_t task, int64_t tasks) {
-  if (a->nodes < 1 || a->nodes > DDTREE_MAX_NODES || a->heads < 1 || a->layers < 1 || a->rows < a->nodes || tasks < 1) {
-    return DDTREE_INVALID_ARGUMENT;
-  }
+  if (const int status = ddtree::Check(a, task, tasks); status != DDTREE_OK) return status;
   // Too large for a stack; one per pool thread, for the life of the thread.
   static thread_local ddtree::Item item;
   const int64_t rows = a->nodes * a->heads;

@@ -1,6 +1,7 @@
 // The tree's rows into one layer of the cache: a thread moves one word.
 #include <cuda_runtime.h>
 
+#include "ffi/arguments.h"
 #include "ffi/cuda/launch.h"
 #include "ffi/cuda/rows.h"
 #include "ffi/ddtree.h"
@@ -27,11 +28,10 @@ __global__ void __launch_bounds__(kThreads) append_rows(Word* __restrict__ cache
 }  // namespace
 
 int ddtree_append_latents_cuda(const ddtree_append_latents_args* args, void* stream) {
-  const int64_t bytes = args->width * ddtree::dtype_bytes(args->dtype);
-  if (args->layers < 0 || args->batch < 0 || args->rows < 0 || args->nodes < 0 || bytes < 1 || bytes > INT32_MAX) {
-    return DDTREE_INVALID_ARGUMENT;
-  }
-  if (args->layers * args->batch * args->rows * args->nodes == 0) return DDTREE_OK;
+  if (const int status = ddtree::Check(args); status != DDTREE_OK) return status;
+  const int64_t bytes = args->width * ddtree::DtypeBytes(args->dtype);
+  if (bytes > INT32_MAX) return DDTREE_INVALID_ARGUMENT;
+  if (args->layers == 0 || args->batch == 0 || args->rows == 0 || args->nodes == 0) return DDTREE_OK;
   const uintptr_t address = reinterpret_cast<uintptr_t>(args->cache) | reinterpret_cast<uintptr_t>(args->latents);
   return ddtree::with_row_word(bytes, address, [&](auto word) -> int {
     using Word = decltype(word);

@@ -3,6 +3,7 @@
 // by then (nodes[j] >= j), so no thread needs another.
 #include <cuda_runtime.h>
 
+#include "ffi/arguments.h"
 #include "ffi/cuda/launch.h"
 #include "ffi/cuda/rows.h"
 #include "ffi/ddtree.h"
@@ -49,13 +50,11 @@ __global__ void __launch_bounds__(kThreads) move_rows(Word* __restrict__ cache, 
 }  // namespace
 
 int ddtree_commit_path_cuda(const ddtree_commit_path_args* args, void* stream) {
-  const int64_t bytes = args->width * ddtree::dtype_bytes(args->dtype);
-  if (args->layers < 0 || args->batch < 0 || args->batch > INT32_MAX || args->rows < 0 || args->path < 0 ||
-      args->path > INT32_MAX || bytes < 1 || bytes > INT32_MAX) {
-    return DDTREE_INVALID_ARGUMENT;
-  }
+  if (const int status = ddtree::Check(args); status != DDTREE_OK) return status;
+  const int64_t bytes = args->width * ddtree::DtypeBytes(args->dtype);
+  if (args->batch > INT32_MAX || bytes > INT32_MAX) return DDTREE_INVALID_ARGUMENT;
   const int64_t slabs = args->layers * args->batch;
-  if (slabs * args->rows * args->path == 0) return DDTREE_OK;
+  if (slabs == 0 || args->rows == 0 || args->path == 0) return DDTREE_OK;
   return ddtree::with_row_word(bytes, reinterpret_cast<uintptr_t>(args->cache), [&](auto word) -> int {
     using Word = decltype(word);
     const int64_t words = bytes / static_cast<int64_t>(sizeof(Word));

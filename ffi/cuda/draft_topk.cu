@@ -16,6 +16,7 @@
 
 #include <type_traits>
 
+#include "ffi/arguments.h"
 #include "ffi/cuda/launch.h"
 #include "ffi/ddtree.h"
 
@@ -448,22 +449,21 @@ int launch_typed(const ddtree_draft_topk_args& args, cudaStream_t stream) {
 }  // namespace
 
 size_t ddtree_draft_topk_workspace(int64_t rows, int64_t vocab, int64_t) {
+  if (rows < 1 || rows > INT32_MAX || vocab < 1 || vocab > kMaxVocab) return 0;
   const Plan p = plan(rows, vocab);
   return static_cast<size_t>(rows) * (p.splits * sizeof(Partial) + p.groups * sizeof(uint32_t));
 }
 
 int ddtree_draft_topk_cuda(const ddtree_draft_topk_args* args, void* stream) {
-  if (args->rows < 0 || args->vocab < 1 || args->vocab > kMaxVocab || args->k < 1 ||
-      args->k > args->vocab || args->k > DDTREE_MAX_CANDIDATES) {
-    return DDTREE_INVALID_ARGUMENT;
-  }
+  if (const int status = ddtree::Check(args); status != DDTREE_OK) return status;
+  if (args->vocab > kMaxVocab) return DDTREE_INVALID_ARGUMENT;
   if (args->rows == 0) return DDTREE_OK;
   const Plan p = plan(args->rows, args->vocab);
-  if (args->rows * p.splits > INT32_MAX || args->logits == nullptr || args->workspace == nullptr ||
-      args->workspace_bytes < ddtree_draft_topk_workspace(args->rows, args->vocab, args->k)) {
+  if (args->rows > INT32_MAX / p.splits ||
+      !ddtree::has_workspace(args->workspace, args->workspace_bytes,
+                             ddtree_draft_topk_workspace(args->rows, args->vocab, args->k))) {
     return DDTREE_INVALID_ARGUMENT;
   }
   if (args->dtype == DDTREE_BF16) return launch_typed<__nv_bfloat16>(*args, static_cast<cudaStream_t>(stream));
-  if (args->dtype == DDTREE_F32) return launch_typed<float>(*args, static_cast<cudaStream_t>(stream));
-  return DDTREE_INVALID_ARGUMENT;
+  return launch_typed<float>(*args, static_cast<cudaStream_t>(stream));
 }

@@ -14,6 +14,11 @@ inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 // Whether the launches just made were accepted; needs no synchronisation.
 inline int launch_status() { return cudaGetLastError() == cudaSuccess ? DDTREE_OK : DDTREE_LAUNCH_FAILED; }
 
+// Whether the caller's scratch is what the workspace query asked for.
+inline bool has_workspace(const void* workspace, size_t bytes, size_t needed) {
+  return bytes >= needed && (needed == 0 || (workspace != nullptr && reinterpret_cast<uintptr_t>(workspace) % 16 == 0));
+}
+
 }  // namespace ddtree
 
 #endif  // DDTREE_FFI_CUDA_LAUNCH_H_

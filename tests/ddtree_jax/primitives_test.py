@@ -122,7 +122,7 @@ def test_every_primitive_in_a_while_loop(rng):
         step, cache, lengths, roots, total = state
         _, _, mixed, path, cache = round_of(logits, roots, query, cache, latents, lengths, target)
         last = jnp.take_along_axis(path.tokens, path.num_emitted[:, None] - 1, axis=1)[:, 0]
-        return step + 1, cache, lengths + path.num_emitted, last, total + jnp.sum(mixed)
+        return step + 1, cache, lengths + path.num_emitted, last, total + jnp.sum(jnp.abs(mixed))
 
     state = (jnp.int32(0), jnp.asarray(cache), jnp.asarray(lengths), roots, jnp.float32(0))
     looped = jax.jit(lambda s: jax.lax.while_loop(lambda s: s[0] < 5, body, s))(state)

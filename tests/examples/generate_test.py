@@ -131,6 +131,8 @@ def test_chat_prompts_end_where_the_assistant_begins(cache, tmp_path):
         (["--json=/"], ["--json", "folder"]),
         (["--json=/no/such/folder/x.json"], ["/no/such/folder"]),
         (["--batch_size=0"], ["batch_size"]),
+        (["--max_new_tokens=0"], ["--max_new_tokens", "at least 1"]),
+        (["def f(x):"], ["'def f(x):'", "--prompt TEXT"]),
         ([f"--checkpoint={demo.TARGET}", "--prompt=x"], ["--drafter"]),
         ([f"--checkpoint={demo.TARGET}", "--mode=ar"], ["--prompt"]),
         (["--prompt=" + "word " * 5000], ["4096", "context"]),

@@ -7,15 +7,27 @@ import subprocess
 import sys
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
+from published_configs import FOLDERS, toy
+from routing import clear_tokens
 from safetensors.numpy import load_file, save_file
 from tiny_models import positions_of
 
 from ddtree_jax.models import KimiK26Config, demo, load_target
 
 _SCRIPT = pathlib.Path(__file__).parents[2] / "examples" / "make_checkpoint.py"
+_LINEAR = ("proj_with_mqa.weight", "shared_experts.up_proj.weight", "0.mlp.down_proj.weight")
+# What says how weights are stored, where code is and what rope_parameters repeats.
+_NOT_FOR_TRANSFORMERS = (
+    "architectures",
+    "auto_map",
+    "model_type",
+    "quantization_config",
+    "rope_scaling",
+    "rope_theta",
+    "torch_dtype",
+)
 
 
 def _make(*flags):
@@ -29,58 +41,86 @@ def _make(*flags):
 
 
 def _tensors(folder):
-    """Canonical name to array, through the index."""
+    """Stored name to torch tensor, through the index."""
+    from safetensors.torch import load_file
+
     weight_map = json.loads((folder / "model.safetensors.index.json").read_text())["weight_map"]
     assert len(set(weight_map.values())) > 2
     shards = {shard: load_file(folder / shard) for shard in sorted(set(weight_map.values()))}
     assert sum(map(len, shards.values())) == len(weight_map)
-    return {n.removeprefix("language_model."): shards[s][n] for n, s in weight_map.items()}
+    return {name: shards[shard][name] for name, shard in weight_map.items()}
 
 
 def _dequantised(tensors):
-    """Float32 tensors by the format's definition, one nibble at a time."""
+    """Float32 tensors by the formats' definitions: int4 one nibble at a time, fp8 by torch."""
     out = {}
-    for name, array in tensors.items():
+    for name, tensor in tensors.items():
         if name.endswith("weight_packed"):
             stem = name.removesuffix("_packed")
-            rows, columns = tensors[f"{stem}_shape"]
-            words = array.view(np.uint32)
+            rows, columns = tensors[f"{stem}_shape"].tolist()
+            words = tensor.numpy().view(np.uint32)
             q = np.stack([words >> (4 * i) & 15 for i in range(8)], axis=-1).astype(np.float32) - 8
             assert q.size == rows * columns
-            scale = tensors[f"{stem}_scale"].astype(np.float32)
+            scale = tensors[f"{stem}_scale"].float().numpy()
             out[stem] = q.reshape(rows, columns) * np.repeat(scale, 32, axis=1)
-        elif not name.endswith(("weight_scale", "weight_shape")):
-            out[name] = array.astype(np.float32)
+        elif f"{name}_scale_inv" in tensors:
+            scale = tensors[f"{name}_scale_inv"]
+            for axis in (0, 1):
+                scale = scale.repeat_interleave(128, axis).narrow(axis, 0, tensor.shape[axis])
+            out[name] = (tensor.float() * scale).numpy()
+        elif not name.endswith(("weight_scale", "weight_shape", "weight_scale_inv")):
+            out[name] = tensor.float().numpy()
     return out
 
 
-def test_logits_equal_transformers(rng, tmp_path):
+@pytest.mark.parametrize(
+    "kind",
+    # The slow ones differ from the others in numbers alone.
+    [
+        pytest.param(kind, marks=pytest.mark.slow) if kind in ("K2-Instruct-0905", "K2.5") else kind
+        for kind in FOLDERS
+    ],
+)
+def test_logits_equal_transformers(rng, tmp_path, kind):
     torch = pytest.importorskip("torch", reason="torch is not installed")
     transformers = pytest.importorskip("transformers", minversion="5.17")
     made, flat = tmp_path / "made", tmp_path / "flat"
+    flat.mkdir()
+    (flat / "config.json").write_text(json.dumps(toy(kind)))
     seed = int(rng.integers(2**31))
-    done = _make(f"--output={made}", "--layers=3", "--shard_gb=0.002", f"--seed={seed}")
+    done = _make(
+        f"--config={flat / 'config.json'}",
+        f"--output={made}",
+        "--layers=3",
+        "--shard_gb=0.0005",
+        f"--seed={seed}",
+    )
     assert done.returncode == 0, done.stderr
-    text = json.loads((made / "config.json").read_text())["text_config"]
+    text = json.loads((made / "config.json").read_text())
+    prefix = "language_model." if "text_config" in text else ""
+    text = text.get("text_config", text)
     assert text["num_hidden_layers"] == 3
 
-    flat.mkdir()
-    save_file(_dequantised(_tensors(made)), flat / "model.safetensors", metadata={"format": "pt"})
-    scaling = text.pop("rope_scaling")
-    known = {k: v for k, v in text.items() if k not in ("quantization_config", "architectures")}
-    rope = {"rope_type": scaling.pop("type"), "rope_theta": known.pop("rope_theta"), **scaling}
-    known.pop("model_type"), known.pop("dtype")
+    stored = _tensors(made)
+    dtypes = {str(stored[n].dtype) for n in stored if n.endswith(_LINEAR)}
+    assert dtypes == ({"torch.float8_e4m3fn"} if "Instruct" in kind else {"torch.bfloat16"})
+    tensors = {n.removeprefix(prefix): t for n, t in _dequantised(stored).items()}
+    assert all(n.startswith(("model.", "lm_head.")) for n in tensors)
+    save_file(tensors, flat / "model.safetensors", metadata={"format": "pt"})
+    scaling = dict(text["rope_scaling"])
+    rope = {"rope_type": scaling.pop("type"), "rope_theta": text["rope_theta"], **scaling}
     config = transformers.DeepseekV3Config(
-        **known, rope_parameters=rope, attn_implementation="eager"
+        **{k: v for k, v in text.items() if k not in _NOT_FOR_TRANSFORMERS},
+        rope_parameters=rope,
+        attn_implementation="eager",
     )
     config.save_pretrained(flat)
     model = transformers.DeepseekV3ForCausalLM.from_pretrained(flat, dtype=torch.float32).eval()
-    tokens = rng.integers(0, text["vocab_size"], (2, 40))
-    with torch.no_grad():
-        want = model(torch.as_tensor(tokens), use_cache=False).logits.numpy()
 
     target = load_target(made, dtype="float32")
-    tokens = jnp.asarray(tokens, jnp.int32)
+    tokens = clear_tokens(rng, target, (2, 40))
+    with torch.no_grad():
+        want = model(torch.as_tensor(tokens.astype(np.int64)), use_cache=False).logits.numpy()
     got = jax.jit(lambda target, tokens: target(tokens, positions_of(tokens)))(target, tokens)
     np.testing.assert_allclose(got, want, rtol=0, atol=2e-5 * np.abs(want).max())
 

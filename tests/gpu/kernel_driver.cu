@@ -121,8 +121,11 @@ std::vector<std::vector<char>> run(const Shape& s, int pattern) {
   const std::vector<float> cache = normal(s.layers * s.batch * s.rows * DDTREE_ROW_DIM);
   void* device_cache = const_cast<void*>(numbers(cache, s.dtype));
   r.kept.push_back({device_cache, cache.size() * (s.dtype == DDTREE_F32 ? 4 : 2)});
-  ddtree_append_latents_args append{device_cache, numbers(normal(all * DDTREE_ROW_DIM), s.dtype), device_lengths, layer,
-                                    s.layers, s.batch, s.rows, nodes, DDTREE_ROW_DIM, s.dtype};
+  ddtree_append_latents_args append{};
+  append.cache = device_cache, append.latents = numbers(normal(all * DDTREE_ROW_DIM), s.dtype);
+  append.lengths = device_lengths, append.layer = layer, append.dtype = s.dtype;
+  append.layers = s.layers, append.batch = s.batch, append.rows = s.rows, append.nodes = nodes;
+  append.width = DDTREE_ROW_DIM;
   check(ddtree_append_latents_cuda(&append, nullptr), "append_latents");
 
   ddtree_verify_attn_args attn{};
@@ -154,8 +157,10 @@ std::vector<std::vector<char>> run(const Shape& s, int pattern) {
   accept.num_emitted = r.make<int32_t>(s.batch), accept.finished = r.make<uint8_t>(s.batch);
   accept.batch = s.batch, accept.max_nodes = nodes, accept.depth = s.depth;
   check(ddtree_tree_accept_cuda(&accept, nullptr), "tree_accept");
-  ddtree_commit_path_args commit{device_cache, accept.nodes, accept.num_emitted, device_lengths, s.layers,
-                                 s.batch, s.rows, DDTREE_ROW_DIM, s.depth + 1, s.dtype};
+  ddtree_commit_path_args commit{};
+  commit.cache = device_cache, commit.nodes = accept.nodes, commit.num_emitted = accept.num_emitted;
+  commit.lengths = device_lengths, commit.layers = s.layers, commit.batch = s.batch, commit.rows = s.rows;
+  commit.width = DDTREE_ROW_DIM, commit.path = s.depth + 1, commit.dtype = s.dtype;
   check(ddtree_commit_path_cuda(&commit, nullptr), "commit_path");
   return r.read();
 }

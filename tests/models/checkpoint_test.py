@@ -118,6 +118,29 @@ def test_shards_prefixes_and_tensors_of_other_parts(saved):
             load_target(source)
 
 
+@pytest.mark.parametrize(
+    "model, head",
+    [
+        ("model.", "lm_head."),
+        ("model.language_model.", "lm_head."),
+        ("language_model.model.", "language_model.lm_head."),
+    ],
+)
+def test_the_prefixes_of_the_family(saved, model, head):
+    target, _, folder = saved
+
+    def rename(tensors):
+        for name in list(tensors):
+            short = name.removeprefix("language_model.")
+            new = short.replace("model.", model, 1) if short.startswith("model.") else None
+            tensors[new or short.replace("lm_head.", head, 1)] = tensors.pop(name)
+
+    _edit(folder / "target", rename)
+    loaded = _leaves(load_target(folder / "target"))
+    for name, array in _leaves(target).items():
+        np.testing.assert_array_equal(loaded[name], array, err_msg=name)
+
+
 @pytest.mark.parametrize("stacked", [False, True])
 def test_a_flat_float_folder(rng, tmp_path, stacked):
     target = random_target(rng)
@@ -242,7 +265,7 @@ def test_a_drafter_of_another_target(saved, rng, changes, message):
 
 def test_arguments(saved):
     _, _, folder = saved
-    with pytest.raises(ValueError, match="sharding is not available yet"):
+    with pytest.raises(ValueError, match="mesh must be a jax.sharding.Mesh, not a object"):
         load_target(folder / "target", mesh=object())
     with pytest.raises(ValueError, match="must be 'float32' or 'bfloat16'"):
         load_target(folder / "target", dtype="float16")
@@ -291,6 +314,36 @@ def test_an_index_that_cannot_be_read_is_named(saved, text):
     index.write_bytes(text.encode(errors="surrogateescape"))
     with pytest.raises(ValueError, match="index.json: no readable weight_map"):
         load_target(saved[2] / "target")
+
+
+def _write_in_order(path, tensors):
+    """A safetensors file by hand: name to (dtype's name, shape, bytes), one right behind the other."""
+    header, data = {}, b""
+    for name, (dtype, shape, raw) in tensors.items():
+        offsets = [len(data), len(data) + len(raw)]
+        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": offsets}
+        data += raw
+    text = json.dumps(header).encode()
+    path.write_bytes(len(text).to_bytes(8, "little") + text + data)
+
+
+def test_tensors_at_odd_offsets_and_in_any_order(saved, rng):
+    target, _, folder = saved
+    path = folder / "target" / "model.safetensors"
+    names = {"bfloat16": "BF16", "float32": "F32", "int32": "I32"}
+    tensors = {
+        name: (names[array.dtype.name], list(array.shape), array.tobytes())
+        for name, array in load_file(path).items()
+    }
+    shuffled = rng.permutation(list(tensors)).tolist()
+    odd = {"vision_tower.odd": ("U8", [3], b"abc")}
+    _write_in_order(path, odd | {name: tensors[name] for name in shuffled})
+    loaded = _leaves(load_target(folder / "target"))
+    for name, array in _leaves(target).items():
+        np.testing.assert_array_equal(loaded[name], array, err_msg=name)
+    _write_in_order(path, {"vision_tower.tiny": ("F4", [4], b"ab")} | tensors)
+    with pytest.raises(ValueError, match="the tensor 'vision_tower.tiny' is F4, which is not supp"):
+        load_target(folder / "target")
 
 
 def test_a_tied_head_must_be_the_embedding(rng, tmp_path):

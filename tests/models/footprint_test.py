@@ -6,7 +6,7 @@ import pathlib
 import jax
 import pytest
 from flax import nnx
-from published_configs import DRAFTER, TEXT
+from published_configs import DRAFTER, FOLDERS, TEXT
 
 from ddtree_jax.models import demo, load_drafter, load_target
 from ddtree_jax.models.footprint import RESERVE, Footprint, footprint
@@ -45,6 +45,16 @@ def test_published_sizes(published):
     assert size.experts == 60 * 384 * (3 * 7168 * 2048 // 2 + 3 * 7168 * 2048 // 32 * 2)
     assert size.drafter == 2 * 3_479_277_056
     assert size.row == 2 * (61 * 576 + 6 * 2 * 8 * 128)
+
+
+def test_published_size_of_fp8(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(FOLDERS["K2-Instruct"]))
+    size = footprint(tmp_path)
+    # A byte a weight, and four for each 128 x 128 of them.
+    assert size.experts == 60 * 384 * (3 * 7168 * 2048 + 3 * 56 * 16 * 4)
+    # The published file of 1,026.4 billion numbers has its other layers in fp8 too; here they are bfloat16.
+    assert size.rest / 1e9 == pytest.approx(23.4, abs=0.1)
+    assert f"{size.experts / 1e9:,.1f} GB" in _HARDWARE.read_text()
 
 
 def test_context_is_what_the_weights_leave():

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from routing import CLEAR, margin
 from tiny_models import random_target
 
 from ddtree_jax.models.moe import dense_expert_mlp, expert_mlp
@@ -31,7 +32,7 @@ def _by_hand(x, ids, weights, experts):
     return out
 
 
-@pytest.mark.parametrize("kind", ["float", "int4"])
+@pytest.mark.parametrize("kind", ["float", "fp8", "int4"])
 @pytest.mark.parametrize("tokens", [1, 7])
 def test_expert_mlp(rng, kind, tokens):
     experts = _layer(rng, kind).experts
@@ -70,7 +71,9 @@ def test_router(rng, groups, kept, normalise):
     ids, weights = router(jnp.asarray(x))
     scores = 1 / (1 + np.exp(-(x.astype(np.float64) @ np.asarray(router.kernel[...], np.float64))))
     choice = scores + np.asarray(router.e_score_correction_bias[...])
-    for t in range(40):
+    (clear,) = np.nonzero(margin(choice, router.config) > CLEAR)
+    assert len(clear) > 20
+    for t in clear:
         size = 6 // groups
         by_group = [np.sort(choice[t, g * size : (g + 1) * size])[-2:].sum() for g in range(groups)]
         best = np.argsort(by_group)[-kept:]

@@ -186,6 +186,18 @@ def test_bad_rank_files(tmp_path, text, message):
         load_tokenizer(tmp_path)
 
 
+def test_a_folder_with_tokenizer_json_alone(folder):
+    (folder / "tokenizer.json").write_text("{}")
+    assert load_tokenizer(folder).vocab_size == BASE + 256
+    (folder / "tiktoken.model").unlink()
+    message = (
+        "there is a tokenizer.json, which is not read, and no tiktoken.model; put the tiktoken"
+    )
+    with pytest.raises(FileNotFoundError, match=message) as error:
+        load_tokenizer(folder)
+    assert str(folder) in str(error.value)
+
+
 def test_a_vocabulary_smaller_than_the_ranks(folder):
     (folder / "config.json").write_text(json.dumps({"vocab_size": 10}))
     with pytest.raises(ValueError, match="do not belong together"):

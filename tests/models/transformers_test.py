@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from primitive_checks import random_tree
+from routing import CLEAR, clear_tokens, routing_margin
 from tiny_models import positions_of
 
 from ddtree_jax.models import load_target
@@ -134,12 +135,13 @@ def logits_of(model, tokens) -> np.ndarray:
 @pytest.mark.parametrize("case", CASES)
 def test_logits_and_layer_outputs(rng, tmp_path, case):
     model = reference({**SETTINGS, **CASES[case]}, rng, tmp_path)
-    tokens = rng.integers(0, 60, (2, 90))
-    with torch.no_grad():
-        want = model(torch.as_tensor(tokens), output_hidden_states=True, use_cache=False)
-
     target = load_target(tmp_path, dtype="float32")
-    tokens = jnp.asarray(tokens, jnp.int32)
+    tokens = clear_tokens(rng, target, (2, 90))
+    with torch.no_grad():
+        want = model(
+            torch.as_tensor(tokens.astype(np.int64)), output_hidden_states=True, use_cache=False
+        )
+
     forward = jax.jit(target.forward, static_argnames="taps")
     hidden, features = forward(tokens, positions_of(tokens), taps=(1, 0))
     scale = want.logits.abs().max().item()
@@ -162,7 +164,7 @@ def test_random_config_in_every_pass(rng, tmp_path, number):
     model = reference(settings, rng, tmp_path)
     target = load_target(tmp_path, dtype="float32")
     batch, width, tail = 2, 37, 3
-    tokens = rng.integers(0, 60, (batch, width)).astype(np.int32)
+    tokens = clear_tokens(rng, target, (batch, width))
     want = logits_of(model, tokens)
     bound = TOLERANCE * np.abs(want).max()
 
@@ -185,16 +187,25 @@ def test_random_config_in_every_pass(rng, tmp_path, number):
     np.testing.assert_allclose(np.concatenate(got, axis=1), want, rtol=0, atol=bound)
 
     tree = random_tree(rng, batch, budget=12, depth=5)
-    tree = dataclasses.replace(
-        tree, tokens=jnp.asarray(rng.integers(0, 60, (batch, 13)), jnp.int32)
-    )
+    nodes = rng.integers(0, np.asarray(tree.num_nodes).min(), 3)
+    while True:
+        tree = dataclasses.replace(
+            tree, tokens=jnp.asarray(rng.integers(0, 60, (batch, 13)), jnp.int32)
+        )
+        contexts = {(b, n): [*tokens[b], *_path(tree, b, n)] for b in range(batch) for n in nodes}
+        padded = [context + [0] * (width + 6 - len(context)) for context in contexts.values()]
+        padded += [[0] * (width + 6)] * (batch * 3 - len(padded))  # where a node was drawn twice
+        if routing_margin(target, padded) > CLEAR:
+            break
     logits, _ = verify(target, tree, cache, jnp.full((batch,), width, jnp.int32))
-    parents = np.asarray(tree.parents)
-    for node in rng.integers(0, np.asarray(tree.num_nodes).min(), 3):
-        for b in range(batch):
-            path, at = [], node
-            while at >= 0:
-                path.insert(0, int(tree.tokens[b, at]))
-                at = parents[b, at]
-            its = logits_of(model, [[*tokens[b], *path]])[0, -1]
-            np.testing.assert_allclose(logits[b, node], its, rtol=0, atol=bound)
+    for (b, node), context in contexts.items():
+        its = logits_of(model, [context])[0, -1]
+        np.testing.assert_allclose(logits[b, node], its, rtol=0, atol=bound)
+
+
+def _path(tree, b, node) -> list[int]:
+    path = []
+    while node >= 0:
+        path.insert(0, int(tree.tokens[b, node]))
+        node = int(tree.parents[b, node])
+    return path

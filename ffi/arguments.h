@@ -1,0 +1,116 @@
+// What the entry points of both devices ask of an argument block before they touch any array of it.
+#ifndef DDTREE_FFI_ARGUMENTS_H_
+#define DDTREE_FFI_ARGUMENTS_H_
+
+#include <initializer_list>
+#include <stdint.h>
+
+#include "ffi/ddtree.h"
+
+namespace ddtree {
+
+// 0 for a tag that names no dtype.
+inline int64_t DtypeBytes(int32_t dtype) { return dtype == DDTREE_F32 ? 4 : dtype == DDTREE_BF16 ? 2 : 0; }
+
+// Whether no size is negative and the bytes can be counted. Zeros are left out of the product, so that the products of
+// some of the sizes, which kernels form, can be counted too.
+inline bool Countable(int64_t element_bytes, std::initializer_list<int64_t> sizes) {
+  int64_t bytes = element_bytes;
+  for (const int64_t size : sizes) {
+    if (size < 0 || (size > 0 && __builtin_mul_overflow(bytes, size, &bytes))) return false;
+  }
+  return element_bytes > 0;
+}
+
+// Whether an array can be there: its bytes can be counted and, if it has any, `data` leads to aligned elements.
+inline bool Array(const void* data, int64_t element_bytes, std::initializer_list<int64_t> sizes) {
+  if (!Countable(element_bytes, sizes)) return false;
+  for (const int64_t size : sizes) {
+    if (size == 0) return true;
+  }
+  return data != nullptr && reinterpret_cast<uintptr_t>(data) % element_bytes == 0;
+}
+
+inline bool Between(int64_t low, int64_t value, int64_t high) { return low <= value && value <= high; }
+
+inline bool Sound(const ddtree_draft_topk_args& a) {
+  return Between(1, a.vocab, INT32_MAX) && Between(1, a.k, DDTREE_MAX_CANDIDATES) && a.k <= a.vocab &&
+         Array(a.logits, DtypeBytes(a.dtype), {a.rows, a.vocab}) && Array(a.log_probs, 4, {a.rows, a.k}) &&
+         Array(a.token_ids, 4, {a.rows, a.k});
+}
+
+inline bool Sound(const ddtree_tree_build_args& a) {
+  if (!Between(0, a.budget, DDTREE_MAX_NODES - 1) || !Between(0, a.depth, DDTREE_MAX_DEPTH) ||
+      !Between(0, a.k, DDTREE_MAX_CANDIDATES)) {
+    return false;
+  }
+  const int64_t nodes = a.budget + 1;
+  for (const void* data : {static_cast<const void*>(a.tokens), static_cast<const void*>(a.parents),
+                           static_cast<const void*>(a.depths), static_cast<const void*>(a.next_token),
+                           static_cast<const void*>(a.next_sibling), static_cast<const void*>(a.out_log_probs)}) {
+    if (!Array(data, 4, {a.batch, nodes})) return false;
+  }
+  return Array(a.log_probs, 4, {a.batch, a.depth, a.k}) && Array(a.token_ids, 4, {a.batch, a.depth, a.k}) &&
+         Array(a.root_tokens, 4, {a.batch}) && Array(a.budgets, 4, {a.batch}) && Array(a.num_nodes, 4, {a.batch}) &&
+         Array(a.ancestors, 4, {a.batch, nodes, (nodes + 31) / 32});
+}
+
+inline bool Sound(const ddtree_verify_attn_args& a) {
+  const int64_t bytes = DtypeBytes(a.dtype);
+  return a.layers >= 1 && Between(1, a.nodes, DDTREE_MAX_NODES) && a.nodes <= a.rows && a.heads >= 1 &&
+         Between(DDTREE_PATH_AUTO, a.path, DDTREE_PATH_HOPPER) &&
+         Array(a.query, bytes, {a.batch, a.nodes, a.heads, DDTREE_ROW_DIM}) &&
+         Array(a.out, bytes, {a.batch, a.nodes, a.heads, DDTREE_LATENT_DIM}) &&
+         Array(a.cache, bytes, {a.layers, a.batch, a.rows, DDTREE_ROW_DIM}) &&
+         Array(a.ancestors, 4, {a.batch, a.nodes, (a.nodes + 31) / 32}) && Array(a.lengths, 4, {a.batch}) &&
+         Array(a.num_nodes, 4, {a.batch}) && Array(a.layer, 4, {});
+}
+
+inline bool Sound(const ddtree_append_latents_args& a) {
+  const int64_t bytes = DtypeBytes(a.dtype);
+  return a.width >= 1 && Array(a.cache, bytes, {a.layers, a.batch, a.rows, a.width}) &&
+         Array(a.latents, bytes, {a.batch, a.nodes, a.width}) && Array(a.lengths, 4, {a.batch}) &&
+         Array(a.layer, 4, {});
+}
+
+inline bool Sound(const ddtree_tree_accept_args& a) {
+  if (!Between(1, a.max_nodes, DDTREE_MAX_NODES) || !Between(0, a.depth, INT32_MAX - 1)) return false;
+  for (const int32_t* data : {a.tokens, a.next_token, a.next_sibling, a.target_tokens}) {
+    if (!Array(data, 4, {a.batch, a.max_nodes})) return false;
+  }
+  return Array(a.num_nodes, 4, {a.batch}) && Array(a.stop_tokens, 4, {a.num_stops}) && Array(a.max_new, 4, {a.batch}) &&
+         Array(a.nodes, 4, {a.batch, a.depth + 1}) && Array(a.out_tokens, 4, {a.batch, a.depth + 1}) &&
+         Array(a.num_emitted, 4, {a.batch}) && Array(a.finished, 1, {a.batch});
+}
+
+inline bool Sound(const ddtree_commit_path_args& a) {
+  return a.width >= 1 && Between(0, a.path, INT32_MAX) &&
+         Array(a.cache, DtypeBytes(a.dtype), {a.layers, a.batch, a.rows, a.width}) &&
+         Array(a.nodes, 4, {a.batch, a.path}) && Array(a.num_emitted, 4, {a.batch}) && Array(a.lengths, 4, {a.batch});
+}
+
+inline bool Sound(const ddtree_expert_mlp_args& a) {
+  const int64_t bytes = DtypeBytes(a.dtype), d = a.hidden, i = a.inner;
+  return d % 32 == 0 && i % 32 == 0 && Countable(16, {d}) && Countable(16, {i}) &&
+         Countable(8, {a.tokens, a.top_k, i}) && Array(a.x, bytes, {a.tokens, d}) &&
+         Array(a.out, bytes, {a.tokens, d}) &&
+         Array(a.expert_ids, 4, {a.tokens, a.top_k}) && Array(a.expert_weights, 4, {a.tokens, a.top_k}) &&
+         Array(a.gate_up, 4, {a.experts, 2, i, d / 8}) && Array(a.gate_up_scale, 2, {a.experts, 2, i, d / 32}) &&
+         Array(a.down, 4, {a.experts, d, i / 8}) && Array(a.down_scale, 2, {a.experts, d, i / 32});
+}
+
+// A ddtree_status for a block, and for a share of it on the CPU: few enough that stepping by `tasks` cannot overflow.
+template <typename Args>
+int Check(const Args* args) {
+  if (args == nullptr) return DDTREE_INVALID_ARGUMENT;
+  if (args->abi_version != DDTREE_ABI_VERSION) return DDTREE_WRONG_VERSION;
+  return Sound(*args) ? DDTREE_OK : DDTREE_INVALID_ARGUMENT;
+}
+template <typename Args>
+int Check(const Args* args, int64_t task, int64_t tasks) {
+  return Between(1, tasks, INT32_MAX) && Between(0, task, tasks - 1) ? Check(args) : DDTREE_INVALID_ARGUMENT;
+}
+
+}  // namespace ddtree
+
+#endif  // DDTREE_FFI_ARGUMENTS_H_

@@ -1,0 +1,317 @@
+// Bad arguments and random data into the CPU entry points. A refused call must say so and touch nothing; a call whose
+// sizes are sound must succeed whatever its arrays hold. Arrays are exact allocations, so that AddressSanitizer sees
+// every step outside.
+//
+//   fuzz_test [seed [seconds]]
+#include <algorithm>
+#include <chrono>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <memory>
+#include <random>
+#include <string>
+#include <type_traits>
+#include <vector>
+
+#include "ffi/ddtree.h"
+
+namespace {
+
+std::mt19937_64 generator;
+
+int64_t Pick(int64_t low, int64_t high) { return std::uniform_int_distribution<int64_t>(low, high)(generator); }
+
+void Expect(bool ok, const std::string& what) {
+  if (ok) return;
+  std::printf("FAILED: %s\n", what.c_str());
+  std::exit(1);
+}
+
+// What a pointer field of a block leads to.
+struct Pointer {
+  size_t offset;  // of the field in the block
+  std::vector<char> bytes;
+  int64_t element;
+};
+
+template <typename Args, typename = void>
+struct HasDtype : std::false_type {};
+template <typename Args>
+struct HasDtype<Args, std::void_t<decltype(Args::dtype)>> : std::true_type {};
+
+// A block, its arrays, and where its sizes are.
+template <typename Args>
+struct Call {
+  const char* name;
+  int (*kernel)(const Args*, int64_t, int64_t);
+  Args args{};
+  std::vector<std::unique_ptr<Pointer>> pointers;
+  std::vector<int64_t Args::*> sizes;
+
+  // Random bits, mostly of numbers and indices that mean something.
+  template <typename T>
+  void Array(T* Args::*field, int64_t element, int64_t count, int64_t limit) {
+    auto pointer = std::make_unique<Pointer>();
+    pointer->offset = reinterpret_cast<char*>(&(args.*field)) - reinterpret_cast<char*>(&args);
+    pointer->element = element;
+    pointer->bytes.resize(element * count);
+    const int64_t kind = Pick(0, 2);
+    for (int64_t i = 0; i < element * count / 4 * 4; i += 4) {
+      int32_t word = static_cast<int32_t>(generator());
+      if (kind == 0) word = static_cast<int32_t>(Pick(-2, limit + 1));
+      if (kind == 1 && Pick(0, 3) > 0) {
+        const float number = -static_cast<float>(Pick(0, 1000)) / 64;
+        std::memcpy(&word, &number, 4);
+      }
+      std::memcpy(&pointer->bytes[i], &word, 4);
+    }
+    void* data = pointer->bytes.empty() ? nullptr : pointer->bytes.data();
+    std::memcpy(reinterpret_cast<char*>(&args) + pointer->offset, &data, sizeof data);
+    pointers.push_back(std::move(pointer));
+  }
+
+  std::vector<std::vector<char>> Contents() const {
+    std::vector<std::vector<char>> all;
+    for (const auto& pointer : pointers) all.push_back(pointer->bytes);
+    return all;
+  }
+
+  // Makes the call with `bad` in place of the block.
+  void Refused(const Args* bad, int64_t task, int64_t tasks, const std::string& why, int want) {
+    const auto before = Contents();
+    const int status = kernel(bad, task, tasks);
+    Expect(status == want, std::string(name) + " returned " + std::to_string(status) + " for " + why);
+    Expect(Contents() == before, std::string(name) + " wrote before it refused " + why);
+  }
+
+  void AllRefused() {
+    constexpr int64_t kMost = INT64_MAX, kLeast = INT64_MIN, kHuge = int64_t{1} << 62;
+    Refused(nullptr, 0, 1, "no block", DDTREE_INVALID_ARGUMENT);
+    const std::pair<int64_t, int64_t> shares[] = {{0, 0}, {-1, 1}, {1, 1}, {0, -1}, {kLeast, kMost}, {1, kMost}};
+    for (const auto& [task, tasks] : shares) {
+      Refused(&args, task, tasks, "a share that there is not", DDTREE_INVALID_ARGUMENT);
+    }
+    for (const uint32_t version : {0u, DDTREE_ABI_VERSION + 1u, ~0u}) {
+      Args bad = args;
+      bad.abi_version = version;
+      Refused(&bad, 0, 1, "another version", DDTREE_WRONG_VERSION);
+    }
+    for (const auto& pointer : pointers) {
+      if (pointer->bytes.empty()) continue;
+      Args bad = args;
+      char* field = reinterpret_cast<char*>(&bad) + pointer->offset;
+      std::memset(field, 0, sizeof(void*));
+      Refused(&bad, 0, 1, "a null pointer", DDTREE_INVALID_ARGUMENT);
+      if (pointer->element == 1) continue;
+      const void* odd = pointer->bytes.data() + 1;
+      std::memcpy(field, &odd, sizeof odd);
+      Refused(&bad, 0, 1, "a pointer between elements", DDTREE_INVALID_ARGUMENT);
+    }
+    for (const auto size : sizes) {
+      for (const int64_t value : {int64_t{-1}, kLeast, -Pick(1, kMost), kHuge, kMost, Pick(kHuge, kMost)}) {
+        Args bad = args;
+        bad.*size = value;
+        Refused(&bad, 0, 1, "a size of " + std::to_string(value), DDTREE_INVALID_ARGUMENT);
+      }
+    }
+    // Anything at all, under the right version.
+    for (int i = 0; i < 8; ++i) {
+      Args bad;
+      for (size_t at = 0; at < sizeof bad; ++at) reinterpret_cast<char*>(&bad)[at] = static_cast<char>(generator());
+      bad.abi_version = DDTREE_ABI_VERSION;
+      Refused(&bad, 0, 1, "random bits", DDTREE_INVALID_ARGUMENT);
+    }
+    if constexpr (HasDtype<Args>::value) {
+      for (const int32_t tag : {-1, 2, INT32_MAX, INT32_MIN}) {
+        Args bad = args;
+        bad.dtype = tag;
+        Refused(&bad, 0, 1, "an unknown dtype", DDTREE_INVALID_ARGUMENT);
+      }
+    }
+  }
+
+  void Runs() {
+    const int64_t tasks = Pick(1, 4);
+    for (int64_t task = 0; task < tasks; ++task) {
+      Expect(kernel(&args, task, tasks) == DDTREE_OK, std::string(name) + " refused sound sizes");
+    }
+  }
+
+  // A value of a size that is one too far.
+  void Limit(int64_t Args::*size, int64_t value, const char* why) {
+    Args bad = args;
+    bad.*size = value;
+    Refused(&bad, 0, 1, why, DDTREE_INVALID_ARGUMENT);
+  }
+
+  void Fuzz() {
+    AllRefused();
+    Runs();
+  }
+};
+
+int32_t Dtype() { return Pick(0, 1) ? DDTREE_BF16 : DDTREE_F32; }
+int64_t Bytes(int32_t dtype) { return dtype == DDTREE_BF16 ? 2 : 4; }
+
+void DraftTopk() {
+  using Args = ddtree_draft_topk_args;
+  Call<Args> call{"draft_topk", ddtree_draft_topk_cpu};
+  Args& a = call.args;
+  a.dtype = Dtype(), a.rows = Pick(0, 4), a.vocab = Pick(1, 3000), a.k = Pick(1, std::min<int64_t>(a.vocab, 256));
+  call.Array(&Args::logits, Bytes(a.dtype), a.rows * a.vocab, 9);
+  call.Array(&Args::log_probs, 4, a.rows * a.k, 9);
+  call.Array(&Args::token_ids, 4, a.rows * a.k, 9);
+  call.sizes = {&Args::rows, &Args::vocab, &Args::k};
+  call.Fuzz();
+  call.Limit(&Args::k, 0, "no candidates");
+  call.Limit(&Args::k, a.vocab + 1, "more candidates than the vocabulary");
+  call.Limit(&Args::k, DDTREE_MAX_CANDIDATES + 1, "too many candidates");
+}
+
+void TreeBuild() {
+  using Args = ddtree_tree_build_args;
+  Call<Args> call{"tree_build", ddtree_tree_build_cpu};
+  Args& a = call.args;
+  a.batch = Pick(0, 3), a.depth = Pick(0, DDTREE_MAX_DEPTH), a.k = Pick(0, Pick(0, 1) ? 8 : DDTREE_MAX_CANDIDATES);
+  a.budget = Pick(0, DDTREE_MAX_NODES - 1), a.keep_spine = static_cast<int32_t>(Pick(0, 1));
+  const int64_t nodes = a.budget + 1;
+  call.Array(&Args::log_probs, 4, a.batch * a.depth * a.k, 9);
+  call.Array(&Args::token_ids, 4, a.batch * a.depth * a.k, 9);
+  call.Array(&Args::root_tokens, 4, a.batch, 9);
+  call.Array(&Args::budgets, 4, a.batch, a.budget);
+  call.Array(&Args::tokens, 4, a.batch * nodes, 9);
+  call.Array(&Args::parents, 4, a.batch * nodes, 9);
+  call.Array(&Args::depths, 4, a.batch * nodes, 9);
+  call.Array(&Args::next_token, 4, a.batch * nodes, 9);
+  call.Array(&Args::next_sibling, 4, a.batch * nodes, 9);
+  call.Array(&Args::ancestors, 4, a.batch * nodes * ((nodes + 31) / 32), 9);
+  call.Array(&Args::out_log_probs, 4, a.batch * nodes, 9);
+  call.Array(&Args::num_nodes, 4, a.batch, 9);
+  call.sizes = {&Args::batch, &Args::depth, &Args::k, &Args::budget};
+  call.Fuzz();
+  call.Limit(&Args::budget, DDTREE_MAX_NODES, "too many nodes");
+  call.Limit(&Args::depth, DDTREE_MAX_DEPTH + 1, "too deep a tree");
+  call.Limit(&Args::k, DDTREE_MAX_CANDIDATES + 1, "too many candidates");
+}
+
+void VerifyAttn() {
+  using Args = ddtree_verify_attn_args;
+  Call<Args> call{"verify_attn", ddtree_verify_attn_cpu};
+  Args& a = call.args;
+  a.dtype = Dtype(), a.layers = Pick(1, 2), a.batch = Pick(0, 2), a.nodes = Pick(1, Pick(0, 3) ? 9 : 40);
+  a.rows = a.nodes + Pick(0, 20), a.heads = Pick(1, 3), a.scale = 0.05f;
+  call.Array(&Args::query, Bytes(a.dtype), a.batch * a.nodes * a.heads * DDTREE_ROW_DIM, 9);
+  call.Array(&Args::cache, Bytes(a.dtype), a.layers * a.batch * a.rows * DDTREE_ROW_DIM, 9);
+  call.Array(&Args::ancestors, 4, a.batch * a.nodes * ((a.nodes + 31) / 32), 9);
+  call.Array(&Args::lengths, 4, a.batch, a.rows);
+  call.Array(&Args::num_nodes, 4, a.batch, a.nodes);
+  call.Array(&Args::layer, 4, 1, a.layers);
+  call.Array(&Args::out, Bytes(a.dtype), a.batch * a.nodes * a.heads * DDTREE_LATENT_DIM, 9);
+  call.sizes = {&Args::layers, &Args::batch, &Args::rows, &Args::nodes, &Args::heads};
+  call.Fuzz();
+  call.Limit(&Args::nodes, DDTREE_MAX_NODES + 1, "too many nodes");
+  call.Limit(&Args::nodes, a.rows + 1, "more nodes than cache rows");
+  call.Limit(&Args::heads, 0, "no heads");
+  call.Limit(&Args::layers, 0, "no layers");
+  for (const int32_t path : {-1, 3}) {
+    Args bad = a;
+    bad.path = path;
+    call.Refused(&bad, 0, 1, "an unknown path", DDTREE_INVALID_ARGUMENT);
+  }
+}
+
+void AppendLatents() {
+  using Args = ddtree_append_latents_args;
+  Call<Args> call{"append_latents", ddtree_append_latents_cpu};
+  Args& a = call.args;
+  a.dtype = Dtype(), a.layers = Pick(0, 3), a.batch = Pick(0, 3), a.rows = Pick(0, 20), a.nodes = Pick(0, 9);
+  a.width = Pick(1, 9);
+  call.Array(&Args::cache, Bytes(a.dtype), a.layers * a.batch * a.rows * a.width, 9);
+  call.Array(&Args::latents, Bytes(a.dtype), a.batch * a.nodes * a.width, 9);
+  call.Array(&Args::lengths, 4, a.batch, a.rows);
+  call.Array(&Args::layer, 4, 1, a.layers);
+  call.sizes = {&Args::layers, &Args::batch, &Args::rows, &Args::nodes, &Args::width};
+  call.Fuzz();
+  call.Limit(&Args::width, 0, "rows without numbers");
+}
+
+void TreeAccept() {
+  using Args = ddtree_tree_accept_args;
+  Call<Args> call{"tree_accept", ddtree_tree_accept_cpu};
+  Args& a = call.args;
+  a.batch = Pick(0, 3), a.max_nodes = Pick(1, DDTREE_MAX_NODES), a.depth = Pick(0, 40), a.num_stops = Pick(0, 3);
+  for (const auto field : {&Args::tokens, &Args::next_token, &Args::next_sibling, &Args::target_tokens}) {
+    call.Array(field, 4, a.batch * a.max_nodes, Pick(0, 1) ? a.max_nodes : 3);
+  }
+  call.Array(&Args::num_nodes, 4, a.batch, a.max_nodes);
+  call.Array(&Args::stop_tokens, 4, a.num_stops, 3);
+  call.Array(&Args::max_new, 4, a.batch, 40);
+  call.Array(&Args::nodes, 4, a.batch * (a.depth + 1), 9);
+  call.Array(&Args::out_tokens, 4, a.batch * (a.depth + 1), 9);
+  call.Array(&Args::num_emitted, 4, a.batch, 9);
+  call.Array(&Args::finished, 1, a.batch, 9);
+  call.sizes = {&Args::batch, &Args::max_nodes, &Args::depth, &Args::num_stops};
+  call.Fuzz();
+  call.Limit(&Args::max_nodes, DDTREE_MAX_NODES + 1, "too many nodes");
+  call.Limit(&Args::max_nodes, 0, "no nodes");
+}
+
+void CommitPath() {
+  using Args = ddtree_commit_path_args;
+  Call<Args> call{"commit_path", ddtree_commit_path_cpu};
+  Args& a = call.args;
+  a.dtype = Dtype(), a.layers = Pick(0, 3), a.batch = Pick(0, 3), a.rows = Pick(0, 20), a.width = Pick(1, 9);
+  a.path = Pick(0, 9);
+  call.Array(&Args::cache, Bytes(a.dtype), a.layers * a.batch * a.rows * a.width, 9);
+  call.Array(&Args::nodes, 4, a.batch * a.path, a.rows);
+  call.Array(&Args::num_emitted, 4, a.batch, a.path);
+  call.Array(&Args::lengths, 4, a.batch, a.rows);
+  call.sizes = {&Args::layers, &Args::batch, &Args::rows, &Args::width, &Args::path};
+  call.Fuzz();
+  call.Limit(&Args::width, 0, "rows without numbers");
+}
+
+void ExpertMlp() {
+  using Args = ddtree_expert_mlp_args;
+  Call<Args> call{"expert_mlp", ddtree_expert_mlp_cpu};
+  Args& a = call.args;
+  a.dtype = Dtype(), a.tokens = Pick(0, 5), a.top_k = Pick(0, 3), a.experts = Pick(0, 4);
+  a.hidden = 32 * Pick(0, 2), a.inner = 32 * Pick(0, 2);
+  call.Array(&Args::x, Bytes(a.dtype), a.tokens * a.hidden, 9);
+  call.Array(&Args::expert_ids, 4, a.tokens * a.top_k, a.experts);
+  call.Array(&Args::expert_weights, 4, a.tokens * a.top_k, 9);
+  call.Array(&Args::gate_up, 4, a.experts * 2 * a.inner * a.hidden / 8, 9);
+  call.Array(&Args::gate_up_scale, 2, a.experts * 2 * a.inner * a.hidden / 32, 9);
+  call.Array(&Args::down, 4, a.experts * a.hidden * a.inner / 8, 9);
+  call.Array(&Args::down_scale, 2, a.experts * a.hidden * a.inner / 32, 9);
+  call.Array(&Args::partial, 4, a.tokens * a.top_k * a.hidden, 9);
+  call.Array(&Args::out, Bytes(a.dtype), a.tokens * a.hidden, 9);
+  call.sizes = {&Args::tokens, &Args::top_k, &Args::experts, &Args::hidden, &Args::inner};
+  call.Fuzz();
+  call.Limit(&Args::hidden, a.hidden + 8, "an incomplete group of inputs");
+  call.Limit(&Args::inner, a.inner + 1, "an incomplete group of inner numbers");
+  Expect(ddtree_expert_mlp_sum_cpu(&a) == DDTREE_OK, "expert_mlp_sum refused sound sizes");
+  Expect(ddtree_expert_mlp_sum_cpu(nullptr) == DDTREE_INVALID_ARGUMENT, "expert_mlp_sum took no block");
+  a.dtype = 3;
+  Expect(ddtree_expert_mlp_sum_cpu(&a) == DDTREE_INVALID_ARGUMENT, "expert_mlp_sum took an unknown dtype");
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  const unsigned long long seed = argc > 1 ? std::strtoull(argv[1], nullptr, 10) : std::random_device{}();
+  const double seconds = argc > 2 ? std::atof(argv[2]) : 4;
+  std::printf("seed %llu\n", seed);
+  std::fflush(stdout);
+  generator.seed(seed);
+  for (int status = -3; status < 9; ++status) Expect(*ddtree_error_string(status) != 0, "a status has no text");
+  const auto start = std::chrono::steady_clock::now();
+  int rounds = 0;
+  do {
+    DraftTopk(), TreeBuild(), VerifyAttn(), AppendLatents(), TreeAccept(), CommitPath(), ExpertMlp();
+    ++rounds;
+  } while (std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count() < seconds);
+  std::printf("%d rounds of every kernel\n", rounds);
+  return 0;
+}

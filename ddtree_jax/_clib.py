@@ -57,6 +57,7 @@ _FIELDS = {
     ],
     "expert_mlp": [
         (_POINTER, "x expert_ids expert_weights gate_up gate_up_scale down down_scale partial out"),
+        *_WORKSPACE,
         (_SIZE, "tokens top_k experts hidden inner"),
         (_INT, "dtype"),
     ],

@@ -27,6 +27,7 @@
 
 #include <algorithm>
 
+#include "ffi/arguments.h"
 #include "ffi/cuda/launch.h"
 #include "ffi/cuda/ptx.h"
 #include "ffi/ddtree.h"
@@ -522,17 +523,15 @@ size_t ddtree_expert_mlp_workspace(int64_t tokens, int64_t top_k, int64_t expert
 }
 
 int ddtree_expert_mlp_cuda(const ddtree_expert_mlp_args* args, void* stream) {
+  if (const int status = ddtree::Check(args); status != DDTREE_OK) return status;
   const int64_t tokens = args->tokens, top_k = args->top_k, experts = args->experts;
   const int64_t hidden = args->hidden, inner = args->inner;
-  if (tokens < 0 || top_k < 0 || experts < 0 || experts > kMaxExperts || hidden < 0 || inner < 0 ||
-      hidden % kGroup != 0 || inner % kGroup != 0 || (args->dtype != DDTREE_F32 && args->dtype != DDTREE_BF16)) {
-    return DDTREE_INVALID_ARGUMENT;
-  }
+  if (experts > kMaxExperts) return DDTREE_INVALID_ARGUMENT;
   if (tokens == 0 || hidden == 0) return DDTREE_OK;
   const Plan plan(tokens, top_k, experts, hidden, inner, args->dtype);
   // Indices of pairs, tasks and an expert's rows are 32-bit.
   const int64_t widest = std::max(hidden, 2 * inner);
-  if (args->workspace_bytes < static_cast<size_t>(plan.bytes) || plan.pairs > INT32_MAX / 64 ||
+  if (!ddtree::has_workspace(args->workspace, args->workspace_bytes, plan.bytes) || plan.pairs > INT32_MAX / 64 ||
       widest > INT32_MAX / 64 || plan.chunks * ceil_div(widest, kRows) > INT32_MAX / 2) {
     return DDTREE_INVALID_ARGUMENT;
   }

@@ -2,21 +2,6 @@
 
 import copy
 
-QUANTIZATION = {
-    "quant_method": "compressed-tensors",
-    "format": "pack-quantized",
-    "config_groups": {
-        "group_0": {
-            "weights": {
-                "num_bits": 4,
-                "type": "int",
-                "symmetric": True,
-                "strategy": "group",
-                "group_size": 32,
-            }
-        }
-    },
-}
 YARN = {
     "type": "yarn",
     "factor": 64.0,

@@ -519,9 +519,6 @@ int launch_products(const Problem& p, int64_t chunks, int processors, cudaStream
 
 size_t ddtree_expert_mlp_workspace(int64_t tokens, int64_t top_k, int64_t experts, int64_t hidden, int64_t inner,
                                    int32_t dtype) {
-  if (!ddtree::Countable(8, {tokens, top_k, hidden}) || !ddtree::Countable(8, {tokens, top_k, inner}) || experts < 0) {
-    return 0;
-  }
   return static_cast<size_t>(Plan(tokens, top_k, experts, hidden, inner, dtype).bytes);
 }
 
@@ -534,7 +531,7 @@ int ddtree_expert_mlp_cuda(const ddtree_expert_mlp_args* args, void* stream) {
   const Plan plan(tokens, top_k, experts, hidden, inner, args->dtype);
   // Indices of pairs, tasks and an expert's rows are 32-bit.
   const int64_t widest = std::max(hidden, 2 * inner);
-  if (!ddtree::has_workspace(args->workspace, args->workspace_bytes, static_cast<size_t>(plan.bytes)) || plan.pairs > INT32_MAX / 64 ||
+  if (!ddtree::has_workspace(args->workspace, args->workspace_bytes, plan.bytes) || plan.pairs > INT32_MAX / 64 ||
       widest > INT32_MAX / 64 || plan.chunks * ceil_div(widest, kRows) > INT32_MAX / 2) {
     return DDTREE_INVALID_ARGUMENT;
   }

@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from published_configs import QUANTIZATION
+from published_configs import INT4 as QUANTIZATION
 from tiny_models import DRAFTER, TARGET, YARN
 
 from ddtree_jax.models import DFlashConfig, KimiK26Config

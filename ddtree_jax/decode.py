@@ -260,7 +260,8 @@ def verify_round(
         draft_cache = state.draft_cache
         if drafter is not None:
             # The accepted nodes need not be a prefix of the tree's rows: gather, do not slice.
-            rows = jnp.maximum(path.nodes, 0)[..., None]
+            # A path holds no more nodes than the pass did.
+            rows = jnp.maximum(path.nodes[:, : features.shape[1]], 0)[..., None]
             features = jnp.take_along_axis(features, rows, axis=1)
             draft_cache = drafter.extend(draft_cache, features, cached, path.num_emitted)
     took_part = tree.num_nodes > 0

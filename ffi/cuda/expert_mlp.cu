@@ -519,6 +519,9 @@ int launch_products(const Problem& p, int64_t chunks, int processors, cudaStream
 
 size_t ddtree_expert_mlp_workspace(int64_t tokens, int64_t top_k, int64_t experts, int64_t hidden, int64_t inner,
                                    int32_t dtype) {
+  if (!ddtree::Countable(8, {tokens, top_k, hidden}) || !ddtree::Countable(8, {tokens, top_k, inner}) || experts < 0) {
+    return 0;
+  }
   return static_cast<size_t>(Plan(tokens, top_k, experts, hidden, inner, dtype).bytes);
 }
 

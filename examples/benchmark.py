@@ -1,9 +1,11 @@
-"""Times the kernels on this machine's device, beside the floor and beside plain XLA; or a whole step.
+"""Times the kernels on this machine's device, beside the floor and beside plain XLA; a whole step; or a checkpoint.
 
 python examples/benchmark.py --suite=kernels --json=kernels.json
 python examples/benchmark.py --suite=step --json=step.json --figure=step.png
+python examples/benchmark.py --suite=curve --nodes=1,5,9,13,17 --prefixes=160 --json=curve.json
 
-The step's suite is in step_suite.py; what follows is about the kernels'.
+The suites "step" and "curve" (the cost curve of a checkpoint, the demo by default) are in step_suite.py; what follows
+is about the kernels'.
 
 Calls run one after the other inside one jitted loop, several in a round of it; the time a call is the difference
 between a long and a short loop divided by the difference of their calls, so that neither dispatch nor the loop's start
@@ -23,7 +25,7 @@ import time
 
 from absl import app, flags, logging
 
-_SUITE = flags.DEFINE_enum("suite", "kernels", ["kernels", "step"], "What to time.")
+_SUITE = flags.DEFINE_enum("suite", "kernels", ["kernels", "step", "curve"], "What to time.")
 _JSON = flags.DEFINE_string("json", None, "Write the rows to this file.")
 _ONLY = flags.DEFINE_string("only", "", "Only rows whose kernel's name contains this.")
 _REPEATS = flags.DEFINE_integer("repeats", 7, "Differences to take the median of.")
@@ -39,6 +41,11 @@ _LAYERS = flags.DEFINE_integer(
 )
 _NODES = flags.DEFINE_list("nodes", ["1", "8", "17", "33", "65"], "Sizes of the step's pass.")
 _PREFIXES = flags.DEFINE_list("prefixes", None, "Context lengths of the step.")
+_CHECKPOINT = flags.DEFINE_string("checkpoint", None, "Target of the curve; the demo's by default.")
+_DRAFTER = flags.DEFINE_string("drafter", None, "Drafter of the curve; the demo's by default.")
+_DTYPE = flags.DEFINE_enum(
+    "dtype", None, ["float32", "bfloat16"], "Of the curve; float32 on a CPU, bfloat16 elsewhere."
+)
 _BATCH = flags.DEFINE_integer("batch_size", 1, "Requests of the step.")
 _FIGURE = flags.DEFINE_string(
     "figure", None, "Draw the step's times to this file (needs matplotlib)."
@@ -73,6 +80,9 @@ def main(argv):
         experts.CUDA_KERNEL = _CUDA_EXPERTS.value
     if _SUITE.value == "step":
         _step(full, device)
+        return
+    if _SUITE.value == "curve":
+        _curve(device)
         return
     print(f"{device}, jax {jax.__version__}, median of {_REPEATS.value}, microseconds")
     print(f"{'kernel':<15}{'shape':<34}{'time':>9}{'floor':>9}{'ratio':>7}{'XLA':>10}")
@@ -109,6 +119,31 @@ def _step(full, device):
         from step_figure import draw
 
         draw(report, device, _FIGURE.value)
+
+
+def _curve(device):
+    """The suite "curve"."""
+    import jax
+    import step_suite
+
+    from ddtree_jax import models
+    from ddtree_jax.models import demo
+
+    on_cpu = jax.default_backend() == "cpu"
+    dtype = _DTYPE.value or ("float32" if on_cpu else "bfloat16")
+    target = models.load_target(_CHECKPOINT.value or demo.TARGET, dtype=dtype)
+    drafter = models.load_drafter(_DRAFTER.value or demo.DRAFTER, target, dtype=dtype)
+    settings = step_suite.Settings(
+        full=False,
+        layers=None,
+        nodes=tuple(map(int, _NODES.value)),
+        prefixes=tuple(map(int, _PREFIXES.value or [160])),
+        batch=_BATCH.value,
+        repeats=_REPEATS.value,
+    )
+    curve = step_suite.measure_curve(target, drafter, settings)
+    print(f"{device}, {dtype}, prefix {settings.prefixes[0]}, microseconds: {curve}")
+    _write_json(device, {"prefix": settings.prefixes[0], "cost_curve": dataclasses.asdict(curve)})
 
 
 def _write_json(device, results):

@@ -30,14 +30,16 @@ _MODE = flags.DEFINE_enum("mode", "ddtree", ["ddtree", "chain", "ar"], "How to d
 _BUDGET = flags.DEFINE_integer(
     "budget",
     None,
-    "Draft nodes of a tree, root excluded, 0 .. 256; 8 on a CPU, where each costs arithmetic, else 16.",
+    "Draft nodes of a tree, root excluded, 0 .. 256; the most of them with a cost curve. 16 by default; 8 on a "
+    "CPU without a curve, where each costs arithmetic.",
 )
 _COST_CURVE = flags.DEFINE_string(
     "cost_curve",
     None,
-    "File of benchmark.py --suite=step --json; rounds then verify what pays, up to the budget.",
+    "File of benchmark.py --suite=curve or step, --json: rounds then verify what pays. The demo has one for a CPU, "
+    "which holds unless --budget is given.",
 )
-_MAX_NEW = flags.DEFINE_integer("max_new_tokens", 128, "Tokens to emit after each prompt, at most.")
+_MAX_NEW = flags.DEFINE_integer("max_new_tokens", 256, "Tokens to emit after each prompt, at most.")
 _TEMPERATURE = flags.DEFINE_float("temperature", 0.0, "0 takes the most probable token.")
 _TOP_P = flags.DEFINE_float("top_p", 1.0, "Draw from this share of the probability; 1 is all.")
 _TOP_K = flags.DEFINE_integer("top_k", 0, "Draw from this many tokens; 0 is all.")
@@ -130,11 +132,14 @@ def _run():
     prompts, texts = _prompts(tokenizer, from_demo)
     target = models.load_target(target_path, dtype=dtype)
     drafter = models.load_drafter(drafter_path, target, dtype=dtype) if needs_drafter else None
-    curve = _COST_CURVE.value and ddtree_jax.CostCurve.from_json(_COST_CURVE.value)
+    curve_path = _COST_CURVE.value
+    if curve_path is None and from_demo and on_cpu and _BUDGET.value is None:
+        curve_path = demo.CPU_COST_CURVE
+    curve = None if curve_path is None else ddtree_jax.CostCurve.from_json(curve_path)
     config = ddtree_jax.DecodeConfig(
         mode=_MODE.value,
-        cost_curve=curve or None,
-        budget=(8 if on_cpu else 16) if _BUDGET.value is None else _BUDGET.value,
+        cost_curve=curve,
+        budget=(8 if on_cpu and curve is None else 16) if _BUDGET.value is None else _BUDGET.value,
         # More than the context holds would only make room for what can never be said.
         max_new_tokens=min(_MAX_NEW.value, target.max_context),
         stop_tokens=tuple(tokenizer.stop_ids),
@@ -187,7 +192,8 @@ def _compare(target, drafter, tokenizer, config, prompts, texts, device, dtype):
             completions += runner.run(prompts[start : start + _BATCH.value], first=start)
         results[mode] = (runner.totals, completions)
     baseline = results["ar"][1]
-    print(f"{len(prompts)} prompts on {device} ({dtype}), budget {config.budget}")
+    sized = "" if config.cost_curve is None else ", fewer where fewer pay"
+    print(f"{len(prompts)} prompts on {device} ({dtype}), budget {config.budget}{sized}")
     print("mode    tokens/s  speed-up  rounds  accepted a round  same text as ar")
     for mode, (totals, completions) in results.items():
         verdicts = [

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 import jax
 import jax.numpy as jnp
 import numpy as np
+from compile_options import compile_options
 
 import ddtree_jax
 from ddtree_jax import DecodeConfig, FinishReason
@@ -124,7 +125,10 @@ class Runner:
             tokens = jax.ShapeDtypeStruct((batch, width), jnp.int32)
             lengths = jax.ShapeDtypeStruct((batch,), jnp.int32)
             decode = jax.jit(
-                ddtree_jax.ddtree_decode, static_argnames="config", donate_argnames="state"
+                ddtree_jax.ddtree_decode,
+                static_argnames="config",
+                donate_argnames="state",
+                compiler_options=compile_options(),
             )
             models = (self._target, self._drafter)
             first = dataclasses.replace(self._config, max_rounds=0)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 import time
 
 import jax
@@ -18,6 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 import step_floors
 import step_model
+from compile_options import compile_options
 from step_floors import Rates
 
 from ddtree_jax import CostCurve, commit_path, draft_topk, tree_accept, tree_build, verify_attn
@@ -25,6 +27,7 @@ from ddtree_jax.budget import node_budgets
 from ddtree_jax.models.moe import expert_mlp
 
 _RESERVE = 8 * 10**9  # bytes kept for activations, logits and the programs
+_jit = functools.partial(jax.jit, compiler_options=compile_options())
 STAGES = ("projections", "verify_attn", "experts", "head", "rest")
 
 
@@ -111,6 +114,20 @@ def run(settings: Settings, rates: Rates, show=print) -> Report:
     )
 
 
+def measure_curve(target, drafter, settings: Settings) -> CostCurve:
+    """The curve of a given pair, from whole passes at the first prefix and the rest of a round; microseconds."""
+    bench = _Bench(target, drafter, settings, Rates(math.inf, math.inf))
+    lengths = jnp.full((settings.batch,), settings.prefixes[0], jnp.int32)
+    verify, idle = [], []
+    for nodes in settings.nodes:
+        tree = bench.tree(nodes)
+        verify.append(bench.pass_time(tree, lengths))
+        alone = dataclasses.replace(tree, num_nodes=jnp.ones_like(tree.num_nodes))
+        idle.append(bench.pass_time(alone, lengths))
+    draft, _, machinery = bench.round_extras()
+    return _curve(settings.nodes, verify, idle, draft + machinery)
+
+
 def fitting_layers(config, settings: Settings) -> int:
     """How many layers fit the device beside drafter and caches; at most all, at least one mixture."""
     stats = jax.devices()[0].memory_stats() or {}
@@ -130,10 +147,15 @@ def fitting_layers(config, settings: Settings) -> int:
 def cost_curve(steps: list[Step], draft: float) -> CostCurve:
     """The passes of one prefix as the curve that the budgets are chosen by."""
     steps = sorted(steps, key=lambda step: step.nodes)
+    whole = [sum(step.full_times.values()) for step in steps]
+    return _curve([step.nodes for step in steps], whole, [step.idle for step in steps], draft)
+
+
+def _curve(nodes, verify, idle, draft: float) -> CostCurve:
     # A pass of more nodes is never the faster one: where it seems so, the measurement wavered.
-    idle = np.maximum.accumulate([step.idle for step in steps])
-    verify = np.maximum(idle, np.maximum.accumulate([sum(s.full_times.values()) for s in steps]))
-    return CostCurve(tuple(s.nodes for s in steps), tuple(verify), tuple(idle), draft)
+    idle = np.maximum.accumulate(idle)
+    verify = np.maximum(idle, np.maximum.accumulate(verify))
+    return CostCurve(tuple(nodes), tuple(verify), tuple(idle), draft)
 
 
 def _line(step: Step) -> str:
@@ -159,10 +181,10 @@ class _Bench:
     def step(self, nodes: int, prefix: int, full_config) -> Step:
         settings, config, target = self.settings, self.config, self.target
         lengths = jnp.full((settings.batch,), prefix, jnp.int32)
-        tree = self._tree(nodes)
-        whole = self._pass_time(tree, lengths)
+        tree = self.tree(nodes)
+        whole = self.pass_time(tree, lengths)
         alone = dataclasses.replace(tree, num_nodes=jnp.ones_like(tree.num_nodes))
-        idle = self._pass_time(alone, lengths)
+        idle = self.pass_time(alone, lengths)
 
         x = _normal((settings.batch, nodes, config.hidden_size), nodes)
         query = _normal((settings.batch, nodes, config.num_attention_heads, 576), nodes + 1)
@@ -239,15 +261,15 @@ class _Bench:
             target.lm_head, settings.batch * drafter.block_size, self.rates
         )
         curve = CostCurve(tuple(settings.nodes), tuple(map(float, settings.nodes)))
-        trees = jax.jit(functools.partial(_trees, nodes=nodes, curve=curve))
+        trees = _jit(functools.partial(_trees, nodes=nodes, curve=curve))
         times = [self._time(trees, logits.astype(jnp.float32), roots)]
-        tree = self._tree(nodes)
+        tree = self.tree(nodes)
 
         def commit(cache):
             path = tree_accept(tree, tree.tokens)
             return path, commit_path(cache, path, lengths)
 
-        commit = jax.jit(commit, donate_argnums=0)
+        commit = _jit(commit, donate_argnums=0)
 
         def update():
             path, self.cache = commit(self.cache)
@@ -256,14 +278,14 @@ class _Bench:
         times.append(_median(update, settings.repeats))
         return draft, floor, sum(times)
 
-    def _tree(self, nodes: int):
+    def tree(self, nodes: int):
         depth, budget = self.drafter.block_size - 1, nodes - 1
         logits = _normal((self.settings.batch, depth, self.config.vocab_size), nodes)
         k = min(max(budget, 1), self.config.vocab_size)
         roots = jnp.zeros((self.settings.batch,), jnp.int32)
         return tree_build(*draft_topk(logits, k), roots, budget=budget, keep_spine=True)
 
-    def _pass_time(self, tree, lengths) -> float:
+    def pass_time(self, tree, lengths) -> float:
         def update():
             chosen, self.cache = _verify(
                 self.target, self.cache, lengths, tree, taps=self.drafter.taps
@@ -286,13 +308,13 @@ def _at_full_depth(
     return {name: time * factors.get(name, deep / layers) for name, time in stages.items()}
 
 
-@functools.partial(jax.jit, donate_argnums=1, static_argnames="taps")
+@functools.partial(_jit, donate_argnums=1, static_argnames="taps")
 def _verify(target, cache, lengths, tree, *, taps):
     hidden, features, cache = target.verify(tree, cache, lengths, taps=taps)
     return (jnp.argmax(target.head(hidden), axis=-1), features), cache
 
 
-@jax.jit
+@_jit
 def _projections(target, x):
     batch, nodes, _ = x.shape
     angles = jnp.zeros((batch, nodes, 32), x.dtype)
@@ -306,24 +328,24 @@ def _projections(target, x):
     return x, kept
 
 
-@jax.jit
+@_jit
 def _attention(query, cache, lengths, tree):
     layers = range(cache.shape[0])
     return [verify_attn(query, cache, lengths, tree, scale=0.1447, layer=i) for i in layers]
 
 
-@jax.jit
+@_jit
 def _experts(target, x, ids, shares):
     mixtures = [layer.mlp.experts for layer in target.layers if layer.is_moe]
     return [expert_mlp(x, one, shares, layer) for one, layer in zip(ids, mixtures, strict=True)]
 
 
-@jax.jit
+@_jit
 def _head(target, x):
     return jnp.argmax(target.head(x), axis=-1)
 
 
-@functools.partial(jax.jit, donate_argnums=2)
+@functools.partial(_jit, donate_argnums=2)
 def _draft(target, drafter, cache, roots, lengths, features):
     """What a round asks of the drafter: a draft, and the accepted positions appended to its context."""
     logits = drafter.draft(target, cache, roots, lengths)

@@ -83,3 +83,21 @@ def test_step_suite(tmp_path):
     assert curve.verify[0] == pytest.approx(
         max(sum(report["steps"][0]["full_times"].values()), curve.idle[0])
     )
+
+
+def test_curve_suite(tmp_path):
+    """The demo's own curve, in the file that generate.py reads."""
+    out = tmp_path / "curve.json"
+    arguments = ["--suite=curve", "--nodes=1,3", "--prefixes=40", "--repeats=1", f"--json={out}"]
+    done = subprocess.run(
+        [sys.executable, str(_SCRIPT), *arguments],
+        env={**os.environ, "JAX_PLATFORMS": "cpu"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    curve = CostCurve.from_json(out)
+    assert curve.nodes == (1, 3) and curve.draft > 0
+    assert all(idle <= full for idle, full in zip(curve.idle, curve.verify, strict=True))
+    assert f"{curve}" in done.stdout

@@ -16,7 +16,7 @@ import pytest
 from runner import Runner
 from safetensors.numpy import load_file, save_file
 
-from ddtree_jax import DecodeConfig
+from ddtree_jax import CostCurve, DecodeConfig
 from ddtree_jax.models import demo
 
 _SCRIPT = pathlib.Path(__file__).parents[2] / "examples" / "generate.py"
@@ -107,6 +107,27 @@ def test_compare_prints_the_three_modes(tmp_path, cache):
         assert row["different"] == 0 and row["same"] + row["ties"] == 2
         assert any(line.startswith(row["mode"]) for line in done.stdout.splitlines())
     assert rows[0]["mean_accepted"] == 1.0
+
+
+def test_the_demo_on_a_cpu_verifies_what_pays(tmp_path, cache):
+    """Its cost curve holds by default and gives way to a budget; the text is the same."""
+    texts, rounds = [], []
+    for name, flag in {"curve": "--seed=0", "fixed": "--budget=8", "ar": "--mode=ar"}.items():
+        out = tmp_path / f"{name}.json"
+        done = _run("--prompt=x = {", "--max_new_tokens=48", flag, f"--json={out}", cache=cache)
+        assert done.returncode == 0, done.stderr
+        (one,) = json.loads(out.read_text())["completions"]
+        texts.append(one["text"])
+        rounds.append(one["rounds"])
+    assert len(set(texts)) == 1
+    # Fewer nodes and rounds without a draft take more rounds, though fewer than plain decoding.
+    assert rounds[1] <= rounds[0] <= rounds[2] and rounds[1] < rounds[2]
+
+
+def test_the_demo_s_curve_is_one():
+    curve = CostCurve.from_json(demo.CPU_COST_CURVE)
+    assert curve.nodes[0] == 1 and curve.verify[0] == 1.0 and curve.draft > 0
+    assert curve.sizes(17) == curve.nodes
 
 
 def test_chat_prompts_end_where_the_assistant_begins(cache, tmp_path):

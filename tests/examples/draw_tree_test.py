@@ -6,11 +6,11 @@ import pathlib
 import subprocess
 import sys
 
-import draw_tree
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from rich.console import Console
+from tree_picture import picture
 
 from ddtree_jax import AcceptedPath, DecodeConfig, ddtree_decode, models, tree_build
 from ddtree_jax.models import demo
@@ -36,7 +36,7 @@ def test_picture_names_shares_order_and_path():
         finished=jnp.asarray([False]),
     )
     console = Console(width=80, record=True, file=open(os.devnull, "w"))
-    console.print(draw_tree.picture(tree, path, lambda ids: "".join(f"<{i}>" for i in ids)))
+    console.print(picture(tree, path, lambda ids: "".join(f"<{i}>" for i in ids)))
     assert console.export_text().rstrip().splitlines() == [
         "* '<9>'",
         "├── * '<10>'  75.0%  #1",

@@ -73,11 +73,12 @@ print("equal")
 
 def test_on_eight_devices(rng, tmp_path):
     tests = pathlib.Path(__file__).resolve().parents[1]
+    folders = [str(tests), str(tests.parent / "examples"), os.environ.get("PYTHONPATH", "")]
     done = subprocess.run(
         [sys.executable, "-c", _ON_EIGHT.format(seed=rng.integers(2**32))],
         env={
             **os.environ,
-            "PYTHONPATH": os.pathsep.join([str(tests), os.environ.get("PYTHONPATH", "")]),
+            "PYTHONPATH": os.pathsep.join(folders),
             "JAX_PLATFORMS": "cpu",
             "XLA_FLAGS": "--xla_force_host_platform_device_count=8",
         },

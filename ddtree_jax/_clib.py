@@ -128,8 +128,7 @@ def library() -> ctypes.CDLL:
     loaded.ddtree_max_nodes.restype = ctypes.c_int64
     for name, block in BLOCKS.items():
         getattr(loaded, f"ddtree_{name}_cpu").argtypes = [ctypes.POINTER(block), _SIZE, _SIZE]
-        if hasattr(loaded, f"ddtree_{name}_cuda"):
-            getattr(loaded, f"ddtree_{name}_cuda").argtypes = [ctypes.POINTER(block), _POINTER]
+        getattr(loaded, f"ddtree_{name}_cuda").argtypes = [ctypes.POINTER(block), _POINTER]
     loaded.ddtree_expert_mlp_sum_cpu.argtypes = [ctypes.POINTER(BLOCKS["expert_mlp"])]
     for name, (sizes, dtype) in _WORKSPACES.items():
         query = getattr(loaded, f"ddtree_{name}_workspace")

@@ -370,7 +370,7 @@ def expert_mlp(
     down: torch.Tensor,
     down_scale: torch.Tensor,
 ) -> torch.Tensor:
-    """Routed experts with packed int4 weights (`ddtree_jax.expert_mlp`).
+    """Routed experts with packed int4 weights (`ddtree_jax.expert_mlp`). The CUDA kernel has not run on a GPU yet.
 
     Args:
       x: float32 or bfloat16 [T, D].
@@ -400,6 +400,12 @@ def expert_mlp(
     tensor("down_scale", down_scale, shape, torch.bfloat16, x)
     out = torch.empty_like(x)
     on_cpu = x.device.type == "cpu"
+    if not on_cpu:
+        between("the number of experts", experts, 0, 2048)
+        for name, value in (("x", x), ("gate_up", gate_up), ("down", down)):
+            aligned(name, value, 16)
+        aligned("gate_up_scale", gate_up_scale, 16)
+        aligned("down_scale", down_scale, 16)
     partial = _empty(x, torch.float32, tokens, top_k, hidden) if on_cpu else None
     block = _call(
         "expert_mlp",

@@ -27,7 +27,7 @@ _LONGEST_PAUSE = 16  # rounds: a draft now and then sees that the text has becom
 class CostCurve:
     """Measured times of a round for one model, device and batch size; in one unit, whichever. Hashable.
 
-    `examples/benchmark.py --suite=step` measures one.
+    `examples/benchmark.py` measures one (`--suite=curve` of a checkpoint, `--suite=step` at K2.6's widths).
 
     Attributes:
       nodes: sizes N of a verify pass, nodes a request with the root; ascending, the first is 1, which is a
@@ -72,7 +72,7 @@ class CostCurve:
 
     @classmethod
     def from_json(cls, path: str | os.PathLike) -> CostCurve:
-        """Reads the object under "cost_curve" of a file that `benchmark.py --suite=step --json` wrote.
+        """Reads the object under "cost_curve" of a file that `benchmark.py --json` wrote.
 
         Raises:
           OSError: the file cannot be read.
@@ -86,7 +86,13 @@ class CostCurve:
             raise ValueError(
                 f"{os.fspath(path)} has no object cost_curve of {', '.join(sorted(names))}"
             )
-        return cls(**{name: tuple(x) if isinstance(x, list) else x for name, x in curve.items()})
+        values = {name: tuple(x) if isinstance(x, list) else x for name, x in curve.items()}
+        for name in ("nodes", "verify"):
+            if not isinstance(values[name], tuple):
+                raise ValueError(f"{os.fspath(path)}: cost_curve.{name} is no list")
+        if not isinstance(values.get("idle"), tuple | None):
+            raise ValueError(f"{os.fspath(path)}: cost_curve.idle is no list")
+        return cls(**values)
 
     def sizes(self, capacity: int) -> tuple[int, ...]:
         """The sizes that are no larger than `capacity` nodes."""

@@ -46,6 +46,7 @@ class DecodeState:
       finish_reason: i32[B], values of `FinishReason`.
       cache: the target's latent cache [layers, B, S, 576].
       draft_cache: the drafter's, or None in mode "ar".
+      pause: rounds without a draft, by a cost curve (`ddtree_jax.budget`).
     """
 
     tokens: jax.Array
@@ -57,6 +58,7 @@ class DecodeState:
     finish_reason: jax.Array
     cache: jax.Array
     draft_cache: Any
+    pause: Pause
 
 
 @jax.tree_util.register_dataclass
@@ -139,25 +141,25 @@ def ddtree_decode(
     if config.max_rounds != 0:
 
         def running(carry):
-            rounds, state, _ = carry
+            rounds, state = carry
             alive = jnp.any(state.finish_reason == FinishReason.RUNNING)
             return alive if config.max_rounds is None else alive & (rounds < config.max_rounds)
 
         def body(carry):
-            rounds, state, pause = carry
+            rounds, state = carry
             if not _is_sized(config):
                 tree = draft_tree(target, drafter, state, config)
-                return rounds + 1, verify_round(target, drafter, state, tree, config)[0], pause
+                return rounds + 1, verify_round(target, drafter, state, tree, config)[0]
             # A draft only reads the caches, so that this conditional copies none.
             tree, pays = jax.lax.cond(
-                pause.left == 0,
+                state.pause.left == 0,
                 lambda: _draft(target, drafter, state, config),
                 lambda: (_bare_tree(drafter, state, config), jnp.bool_(False)),
             )
             state = _sized_round(target, drafter, state, tree, config)
-            return rounds + 1, state, pause.after(pays)
+            return rounds + 1, dataclasses.replace(state, pause=state.pause.after(pays))
 
-        _, state, _ = jax.lax.while_loop(running, body, (jnp.int32(0), state, Pause.none()))
+        _, state = jax.lax.while_loop(running, body, (jnp.int32(0), state))
     return DecodeResult(
         tokens=state.tokens,
         lengths=state.lengths,
@@ -377,6 +379,7 @@ def _prefill(target, drafter, prompt_tokens, prompt_lengths, keys, config) -> De
         ),
         cache=cache,
         draft_cache=draft_cache,
+        pause=Pause.none(),
     )
     # The last prompt token is the root of a tree of one node that has just been verified.
     root = chain_tree(_root_tokens(state)[:, None], valid.astype(jnp.int32))

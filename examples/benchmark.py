@@ -39,14 +39,18 @@ _MATRIX_RATE = flags.DEFINE_float("matrix_rate", 7.2e14, "bf16 FLOP a second, fo
 _LAYERS = flags.DEFINE_integer(
     "layers", None, "Layers of the step's target; those that fit if not given."
 )
-_NODES = flags.DEFINE_list("nodes", ["1", "8", "17", "33", "65"], "Sizes of the step's pass.")
-_PREFIXES = flags.DEFINE_list("prefixes", None, "Context lengths of the step.")
+_NODES = flags.DEFINE_list(
+    "nodes", ["1", "8", "17", "33", "65"], "Sizes of the pass, of step and curve."
+)
+_PREFIXES = flags.DEFINE_list(
+    "prefixes", None, "Context lengths of the step; the curve takes the first."
+)
 _CHECKPOINT = flags.DEFINE_string("checkpoint", None, "Target of the curve; the demo's by default.")
 _DRAFTER = flags.DEFINE_string("drafter", None, "Drafter of the curve; the demo's by default.")
 _DTYPE = flags.DEFINE_enum(
     "dtype", None, ["float32", "bfloat16"], "Of the curve; float32 on a CPU, bfloat16 elsewhere."
 )
-_BATCH = flags.DEFINE_integer("batch_size", 1, "Requests of the step.")
+_BATCH = flags.DEFINE_integer("batch_size", 1, "Requests, of step and curve.")
 _FIGURE = flags.DEFINE_string(
     "figure", None, "Draw the step's times to this file (needs matplotlib)."
 )
@@ -129,6 +133,8 @@ def _curve(device):
     from ddtree_jax import models
     from ddtree_jax.models import demo
 
+    if (_CHECKPOINT.value is None) != (_DRAFTER.value is None):
+        raise app.UsageError("--checkpoint and --drafter go together")
     on_cpu = jax.default_backend() == "cpu"
     dtype = _DTYPE.value or ("float32" if on_cpu else "bfloat16")
     target = models.load_target(_CHECKPOINT.value or demo.TARGET, dtype=dtype)

@@ -30,14 +30,14 @@ _MODE = flags.DEFINE_enum("mode", "ddtree", ["ddtree", "chain", "ar"], "How to d
 _BUDGET = flags.DEFINE_integer(
     "budget",
     None,
-    "Draft nodes of a tree, root excluded, 0 .. 256; the most of them with a cost curve. 16 by default; 8 on a "
-    "CPU without a curve, where each costs arithmetic.",
+    "Draft nodes of a tree, root excluded, 0 .. 256; the most of them with a cost curve. By default what the curve "
+    "goes to; without one 8 on a CPU, where each costs arithmetic, else 16.",
 )
 _COST_CURVE = flags.DEFINE_string(
     "cost_curve",
     None,
     "File of benchmark.py --suite=curve or step, --json: rounds then verify what pays. The demo has one for a CPU, "
-    "which holds unless --budget is given.",
+    "which holds unless a flag says otherwise.",
 )
 _MAX_NEW = flags.DEFINE_integer("max_new_tokens", 256, "Tokens to emit after each prompt, at most.")
 _TEMPERATURE = flags.DEFINE_float("temperature", 0.0, "0 takes the most probable token.")
@@ -133,13 +133,15 @@ def _run():
     target = models.load_target(target_path, dtype=dtype)
     drafter = models.load_drafter(drafter_path, target, dtype=dtype) if needs_drafter else None
     curve_path = _COST_CURVE.value
-    if curve_path is None and from_demo and on_cpu and _BUDGET.value is None:
+    # The demo's curve is of its own drafter, in float32, for one request at a time.
+    is_of_the_curve = from_demo and _DRAFTER.value is None and on_cpu and dtype == "float32"
+    if curve_path is None and is_of_the_curve and _BATCH.value == 1 and _BUDGET.value is None:
         curve_path = demo.CPU_COST_CURVE
     curve = None if curve_path is None else ddtree_jax.CostCurve.from_json(curve_path)
     config = ddtree_jax.DecodeConfig(
         mode=_MODE.value,
         cost_curve=curve,
-        budget=(8 if on_cpu and curve is None else 16) if _BUDGET.value is None else _BUDGET.value,
+        budget=_budget(curve, on_cpu) if _BUDGET.value is None else _BUDGET.value,
         # More than the context holds would only make room for what can never be said.
         max_new_tokens=min(_MAX_NEW.value, target.max_context),
         stop_tokens=tuple(tokenizer.stop_ids),
@@ -155,6 +157,13 @@ def _run():
     report = decode(target, drafter, tokenizer, config, prompts, texts, device, dtype)
     if json_file is not None:
         _write(json_file, json.dumps(report, indent=1) + "\n")
+
+
+def _budget(curve, on_cpu):
+    """Draft nodes when none are asked for."""
+    if curve is not None:
+        return curve.nodes[-1] - 1
+    return 8 if on_cpu else 16
 
 
 def _stream(target, drafter, tokenizer, config, prompts, texts, device, dtype):

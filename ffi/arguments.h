@@ -92,7 +92,7 @@ inline bool Sound(const ddtree_commit_path_args& a) {
 inline bool Sound(const ddtree_expert_mlp_args& a) {
   const int64_t bytes = DtypeBytes(a.dtype), d = a.hidden, i = a.inner;
   return d % 32 == 0 && i % 32 == 0 && Countable(16, {d}) && Countable(16, {i}) &&
-         Countable(8, {a.tokens, a.top_k, i}) && Array(a.x, bytes, {a.tokens, d}) &&
+         Countable(8, {a.tokens, a.top_k, i}) && Countable(8, {a.tokens, a.top_k, d}) && Array(a.x, bytes, {a.tokens, d}) &&
          Array(a.out, bytes, {a.tokens, d}) &&
          Array(a.expert_ids, 4, {a.tokens, a.top_k}) && Array(a.expert_weights, 4, {a.tokens, a.top_k}) &&
          Array(a.gate_up, 4, {a.experts, 2, i, d / 8}) && Array(a.gate_up_scale, 2, {a.experts, 2, i, d / 32}) &&

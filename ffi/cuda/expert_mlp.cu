@@ -1,4 +1,4 @@
-// Routed experts with packed int4 weights, at the speed at which memory gives the weights.
+// Routed experts with packed int4 weights. It has not run on a GPU yet, only in an emulation of its instructions.
 //
 // Four launches. The first sorts the choices by expert into chunks of 8 or 16 tokens of one expert, and lays x out as
 // the products want it. The second computes silu(gate) * up of every choice, the third `down` of that, the fourth
@@ -529,7 +529,13 @@ int ddtree_expert_mlp_cuda(const ddtree_expert_mlp_args* args, void* stream) {
   if (const int status = ddtree::Check(args); status != DDTREE_OK) return status;
   const int64_t tokens = args->tokens, top_k = args->top_k, experts = args->experts;
   const int64_t hidden = args->hidden, inner = args->inner;
-  if (experts > kMaxExperts) return DDTREE_INVALID_ARGUMENT;
+  uintptr_t address = 0;
+  for (const void* array : {args->x, static_cast<const void*>(args->gate_up), static_cast<const void*>(args->down),
+                            static_cast<const void*>(args->gate_up_scale), static_cast<const void*>(args->down_scale),
+                            static_cast<const void*>(args->out)}) {
+    address |= reinterpret_cast<uintptr_t>(array);
+  }
+  if (experts > kMaxExperts || address % 16 != 0) return DDTREE_INVALID_ARGUMENT;
   if (tokens == 0 || hidden == 0) return DDTREE_OK;
   const Plan plan(tokens, top_k, experts, hidden, inner, args->dtype);
   // Indices of pairs, tasks and an expert's rows are 32-bit.

@@ -9,6 +9,8 @@
 //
 // A buffer is freed by halves, as each warpgroup is done with its columns. The halves of the two buffers are filled in
 // opposite order, the half first that is free first, and the scores' product takes the boxes as they come.
+//
+// It has not run on a GPU yet, only against an emulation of these instructions.
 #include <cuda.h>
 #include <cuda_bf16.h>
 #include <cuda_runtime.h>
@@ -144,9 +146,6 @@ __device__ __forceinline__ void weigh(float (&score)[32], float (&maximum)[2], f
 }
 
 __device__ __forceinline__ void rescale(float (&out)[kColumns / 2], const float (&factor)[2]) {
-  if (!__any_sync(~0u, factor[0] != 1.0f || factor[1] != 1.0f)) return;
-  sm90::wait_products<0>();  // none may be under way while registers of one change
-  sm90::pin(out);
 #pragma unroll
   for (int n = 0; n < kColumns / 8; ++n) {
     out[n * 4] *= factor[0];
@@ -183,7 +182,12 @@ __device__ __forceinline__ void attend_side(const Problem& p, Shared& s, int thr
         maximum[half] = s.maximum[upper + half * 8];
         sum[half] *= factor[half];
       }
-      rescale(out, factor);
+      // Over all rows, since the warps of a group must wait together.
+      if (__any_sync(~0u, s.factor[lane] != 1.0f || s.factor[lane + 32] != 1.0f)) {
+        sm90::wait_products<0>();  // none may be under way while registers of one change
+        sm90::pin(out);
+        rescale(out, factor);
+      }
 #pragma unroll
       for (int box = 0; box < kHalfBoxes; ++box) {
         sm90::wait(&s.full[kSide ^ 1][first_box(kSide) + box], tile / 2 % 2);
@@ -228,7 +232,7 @@ __device__ __forceinline__ void attend_side(const Problem& p, Shared& s, int thr
       sm90::wait_products<0>();
       sm90::pin(out);
       if (tile > first && lane == 0) sm90::arrive(&s.empty[kSide ^ 1][kSide]);
-      rescale(out, factor);
+      if (__any_sync(~0u, factor[0] != 1.0f || factor[1] != 1.0f)) rescale(out, factor);
       sm90::sync_at(kGroup + kSide, kGroupThreads);  // no warp's product still reads the weights of the tile before
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
@@ -361,6 +365,8 @@ __global__ void __launch_bounds__(kThreads, 1)
       attend_side<1>(p, s, thread - kGroupThreads);
     }
   }
+#else
+  __trap();  // built for another architecture than the card's
 #endif
 }
 

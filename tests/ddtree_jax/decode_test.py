@@ -10,7 +10,7 @@ import pytest
 from hlo import cache_copies
 from markov import MarkovTarget, follow, random_pair
 
-from ddtree_jax import DecodeConfig, FinishReason, ddtree_decode
+from ddtree_jax import CostCurve, DecodeConfig, FinishReason, ddtree_decode
 
 MODES = ("ddtree", "chain", "ar")
 decode = jax.jit(ddtree_decode, static_argnames="config")
@@ -156,14 +156,22 @@ def test_logits_that_are_not_finite_end_their_request_alone(rng, mode):
     _check(result, table, tokens, lengths, config)
 
 
-@pytest.mark.parametrize("mode", MODES)
+# A curve under which drafts of this random pair sometimes pay and sometimes do not.
+CURVE = CostCurve(nodes=(1, 4, 9), verify=(1.0, 1.1, 1.3), draft=0.5)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [*({"mode": mode} for mode in MODES), {"cost_curve": CURVE, "budget": 8}],
+    ids=[*MODES, "curve"],
+)
 @pytest.mark.parametrize("rounds", [1, 3])
-def test_going_on_from_a_state_equals_one_call(rng, mode, rounds):
+def test_going_on_from_a_state_equals_one_call(rng, options, rounds):
     target, drafter = random_pair(rng)
     tokens, lengths = _prompts(rng, 3, 6, target.vocab_size)
-    config = DecodeConfig(mode=mode, max_new_tokens=30, stop_tokens=(9,))
+    config = DecodeConfig(max_new_tokens=30, stop_tokens=(9,), **options)
     whole = decode(target, drafter, tokens, lengths, config=config)
-    step = DecodeConfig(mode=mode, max_new_tokens=30, stop_tokens=(9,), max_rounds=rounds)
+    step = dataclasses.replace(config, max_rounds=rounds)
     part = decode(target, drafter, tokens, lengths, config=step)
     calls = 1
     while np.any(np.asarray(part.finish_reason) == FinishReason.RUNNING):

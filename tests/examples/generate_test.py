@@ -121,7 +121,7 @@ def test_the_demo_on_a_cpu_verifies_what_pays(tmp_path, cache):
         rounds.append(one["rounds"])
     assert len(set(texts)) == 1
     # Fewer nodes and rounds without a draft take more rounds, though fewer than plain decoding.
-    assert rounds[1] <= rounds[0] <= rounds[2] and rounds[1] < rounds[2]
+    assert rounds[1] < rounds[0] < rounds[2]
 
 
 def test_the_demo_s_curve_is_one():

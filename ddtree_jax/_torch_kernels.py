@@ -402,10 +402,10 @@ def expert_mlp(
     on_cpu = x.device.type == "cpu"
     if not on_cpu:
         between("the number of experts", experts, 0, 2048)
-        for name, value in (("x", x), ("gate_up", gate_up), ("down", down)):
+        weights = {"gate_up": gate_up, "gate_up_scale": gate_up_scale}
+        weights |= {"down": down, "down_scale": down_scale}
+        for name, value in {"x": x, **weights}.items():
             aligned(name, value, 16)
-        aligned("gate_up_scale", gate_up_scale, 16)
-        aligned("down_scale", down_scale, 16)
     partial = _empty(x, torch.float32, tokens, top_k, hidden) if on_cpu else None
     block = _call(
         "expert_mlp",

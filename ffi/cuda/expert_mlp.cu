@@ -529,13 +529,10 @@ int ddtree_expert_mlp_cuda(const ddtree_expert_mlp_args* args, void* stream) {
   if (const int status = ddtree::Check(args); status != DDTREE_OK) return status;
   const int64_t tokens = args->tokens, top_k = args->top_k, experts = args->experts;
   const int64_t hidden = args->hidden, inner = args->inner;
-  uintptr_t address = 0;
-  for (const void* array : {args->x, static_cast<const void*>(args->gate_up), static_cast<const void*>(args->down),
-                            static_cast<const void*>(args->gate_up_scale), static_cast<const void*>(args->down_scale),
-                            static_cast<const void*>(args->out)}) {
-    address |= reinterpret_cast<uintptr_t>(array);
+  if (experts > kMaxExperts || !ddtree::aligned({args->x, args->gate_up, args->gate_up_scale, args->down,
+                                                 args->down_scale, args->out})) {
+    return DDTREE_INVALID_ARGUMENT;
   }
-  if (experts > kMaxExperts || address % 16 != 0) return DDTREE_INVALID_ARGUMENT;
   if (tokens == 0 || hidden == 0) return DDTREE_OK;
   const Plan plan(tokens, top_k, experts, hidden, inner, args->dtype);
   // Indices of pairs, tasks and an expert's rows are 32-bit.

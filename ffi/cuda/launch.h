@@ -5,6 +5,8 @@
 #include <cuda_runtime.h>
 #include <stdint.h>
 
+#include <initializer_list>
+
 #include "ffi/ddtree.h"
 
 namespace ddtree {
@@ -14,9 +16,16 @@ inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 // Whether the launches just made were accepted; needs no synchronisation.
 inline int launch_status() { return cudaGetLastError() == cudaSuccess ? DDTREE_OK : DDTREE_LAUNCH_FAILED; }
 
+// Whether each array starts at a multiple of the 16 bytes that kernels move at once.
+inline bool aligned(std::initializer_list<const void*> arrays) {
+  uintptr_t address = 0;
+  for (const void* array : arrays) address |= reinterpret_cast<uintptr_t>(array);
+  return address % 16 == 0;
+}
+
 // Whether the caller's scratch is what the workspace query asked for.
 inline bool has_workspace(const void* workspace, size_t bytes, size_t needed) {
-  return bytes >= needed && (needed == 0 || (workspace != nullptr && reinterpret_cast<uintptr_t>(workspace) % 16 == 0));
+  return bytes >= needed && (needed == 0 || (workspace != nullptr && aligned({workspace})));
 }
 
 }  // namespace ddtree

@@ -572,10 +572,8 @@ size_t ddtree_verify_attn_workspace(int64_t batch, int64_t rows, int64_t nodes, 
 int ddtree_verify_attn_cuda(const ddtree_verify_attn_args* args, void* stream) {
   if (const int status = ddtree::Check(args); status != DDTREE_OK) return status;
   const int64_t all_rows = args->batch * args->nodes * args->heads;
-  const uintptr_t address = reinterpret_cast<uintptr_t>(args->query) | reinterpret_cast<uintptr_t>(args->cache) |
-                            reinterpret_cast<uintptr_t>(args->out);
   if (args->layers > INT32_MAX || args->batch > INT32_MAX || args->nodes * args->heads > INT32_MAX ||
-      args->rows > INT32_MAX - kChunk || all_rows > INT32_MAX || address % 16 != 0) {
+      args->rows > INT32_MAX - kChunk || all_rows > INT32_MAX || !ddtree::aligned({args->query, args->cache, args->out})) {
     return DDTREE_INVALID_ARGUMENT;
   }
   if (all_rows == 0) return DDTREE_OK;

@@ -11,6 +11,7 @@ ABI_VERSION = 1
 
 #: Values of ddtree_dtype.
 F32, BF16 = 0, 1
+PATHS = {"auto": 0, "portable": 1, "hopper": 2}  # ddtree_path
 _NO_CUDA = 4
 
 _POINTER, _BYTES, _SIZE = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int64

@@ -164,6 +164,7 @@ def verify_attn(
     *,
     scale: float,
     layer: int | torch.Tensor,
+    path: str = "auto",
 ) -> torch.Tensor:
     """Absorbed latent attention of a tree's nodes (`ddtree_jax.verify_attn`).
 
@@ -174,13 +175,16 @@ def verify_attn(
       tree: `ancestors` and `num_nodes` are read.
       scale: multiplies the scores.
       layer: an int or an i32 scalar on the device.
+      path: which CUDA kernel serves bfloat16: "auto", "portable" or "hopper".
 
     Returns:
       [B, N, H, 512] in the query's dtype.
 
     Raises:
-      ValueError: another dtype, shape, device or layer, or a tensor that is not contiguous.
+      ValueError: another dtype, shape, device, layer or path, or a tensor that is not contiguous.
     """
+    if path not in _clib.PATHS:
+        raise ValueError(f"path must be one of {', '.join(_clib.PATHS)}, not {path!r}")
     tensor("query", query, ("B", "N", "H", _ROW_DIM), _FLOATS)
     batch, nodes, heads, _ = query.shape
     tensor("cache", cache, ("layers", batch, "S", _ROW_DIM), query.dtype, query)
@@ -217,6 +221,7 @@ def verify_attn(
         heads=heads,
         scale=float(scale),
         dtype=_TAGS[query.dtype],
+        path=_clib.PATHS[path],
     )
     return out
 

@@ -7,14 +7,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from ddtree_jax import _checks
+from ddtree_jax._clib import PATHS
 from ddtree_jax._ffi import workspace_bytes
 from ddtree_jax._primitive import kernel_primitive
 from ddtree_jax.cache import ROW_DIM
 from ddtree_jax.tree import MAX_BUDGET, DraftTree
 
 LATENT_DIM = 512
-# The values of ffi/ddtree.h's ddtree_path.
-PATHS = {"auto": 0, "portable": 1, "hopper": 2}
 
 
 def verify_attn(

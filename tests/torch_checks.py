@@ -70,12 +70,12 @@ def check_tree_build(rng, device, *, batch, depth, k, budget, keep_spine):
     assert got.max_depth == want.max_depth
 
 
-def check_verify_attn(rng, device, dtype, *, batch, budget, heads, rows):
+def check_verify_attn(rng, device, dtype, *, batch, budget, heads, rows, path="auto"):
     query, cache, lengths, tree = jax_side.random_attention(
         rng, dtype, batch=batch, budget=budget, heads=heads, rows=rows
     )
     want = ddtree_jax.verify_attn(
-        jnp.asarray(query), jnp.asarray(cache), lengths, tree, scale=0.07, layer=1
+        jnp.asarray(query), jnp.asarray(cache), lengths, tree, scale=0.07, layer=1, path=path
     )
     got = bridge.verify_attn(
         to_torch(query, device),
@@ -84,6 +84,7 @@ def check_verify_attn(rng, device, dtype, *, batch, budget, heads, rows):
         tree_to_torch(tree, device),
         scale=0.07,
         layer=1,
+        path=path,
     )
     assert_same_bits(got, want)
 

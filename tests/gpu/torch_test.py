@@ -37,9 +37,12 @@ def test_tree_build(rng, budget, keep_spine):
     )
 
 
+@pytest.mark.parametrize("path", ["auto", "portable", "hopper"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_verify_attn(rng, dtype):
-    checks.check_verify_attn(rng, "cuda", dtype, batch=3, budget=32, heads=8, rows=300)
+def test_verify_attn(rng, dtype, path):
+    if path == "hopper" and torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("needs sm_90")
+    checks.check_verify_attn(rng, "cuda", dtype, batch=3, budget=32, heads=8, rows=300, path=path)
 
 
 @pytest.mark.parametrize("stop_tokens", [(), (3, 7)])

@@ -375,7 +375,7 @@ def expert_mlp(
     down: torch.Tensor,
     down_scale: torch.Tensor,
 ) -> torch.Tensor:
-    """Routed experts with packed int4 weights (`ddtree_jax.expert_mlp`). The CUDA kernel has not run on a GPU yet.
+    """Routed experts with packed int4 weights (`ddtree_jax.expert_mlp`).
 
     Args:
       x: float32 or bfloat16 [T, D].

@@ -11,9 +11,9 @@ from ddtree_jax._primitive import kernel_primitive
 
 GROUP = 32  # inputs that share a scale
 PER_WORD = 8  # weights in a word
-#: Whether `expert_mlp` runs its kernel on CUDA when the caller does not say. The kernel has not yet run on a
-#: GPU; until it has, and its tests in tests/gpu pass there, models keep to plain JAX.
-CUDA_KERNEL = False
+MAX_CUDA_EXPERTS = 2048  # that the CUDA kernel can sort by
+#: Whether `expert_mlp` runs its kernel on CUDA when the caller does not say.
+CUDA_KERNEL = True
 
 
 def expert_mlp(
@@ -31,8 +31,8 @@ def expert_mlp(
 
     T tokens, D model numbers, k experts a token, E experts, I inner numbers. A word of packed weights holds
     eight inputs, the first in the lowest nibble, as q + 8; q stands for q * scale of its 32 inputs
-    (compressed-tensors, `pack-quantized`). Only experts that some token chose are read. On a CPU this is a
-    kernel, and on CUDA with `cuda_kernel`; else it is plain JAX there, a scan over the experts.
+    (compressed-tensors, `pack-quantized`). Only experts that some token chose are read. This is a kernel; on
+    CUDA it can be plain JAX instead, a scan over the experts, ten to twenty times slower at K2.6's widths.
 
     Args:
       x: float32 or bfloat16 [T, D].
@@ -42,7 +42,7 @@ def expert_mlp(
       gate_up_scale: bf16[E, 2I, D / 32].
       down: i32[E, D, I / 8].
       down_scale: bf16[E, D, I / 32].
-      cuda_kernel: on CUDA, run the kernel, which serves up to 2048 experts; `CUDA_KERNEL` by default.
+      cuda_kernel: on CUDA, run the kernel; by default if `CUDA_KERNEL` and E is at most 2048, as it must be.
 
     Returns:
       [T, D] in x's dtype, summed in float32.
@@ -54,7 +54,10 @@ def expert_mlp(
     operands = check_operands(
         x, expert_ids, expert_weights, gate_up, gate_up_scale, down, down_scale
     )
-    cuda_kernel = CUDA_KERNEL if cuda_kernel is None else _checks.flag("cuda_kernel", cuda_kernel)
+    if cuda_kernel is None:
+        cuda_kernel = CUDA_KERNEL and operands[5].shape[0] <= MAX_CUDA_EXPERTS
+    else:
+        cuda_kernel = _checks.flag("cuda_kernel", cuda_kernel)
     return _expert_mlp.bind(*operands, cuda_kernel=cuda_kernel)[0]
 
 

@@ -57,7 +57,7 @@ typedef enum { DDTREE_F32 = 0, DDTREE_BF16 = 1 } ddtree_dtype;
 typedef enum {
   DDTREE_PATH_AUTO = 0,
   DDTREE_PATH_PORTABLE = 1,  // sm_80 and up
-  DDTREE_PATH_HOPPER = 2,    // sm_90a alone; it has not run on a GPU yet
+  DDTREE_PATH_HOPPER = 2,    // sm_90a alone; what AUTO takes there
 } ddtree_path;
 
 typedef enum {
@@ -216,7 +216,7 @@ size_t ddtree_expert_mlp_workspace(int64_t tokens, int64_t top_k, int64_t expert
                                    int32_t dtype);
 int ddtree_expert_mlp_cpu(const ddtree_expert_mlp_args* args, int64_t task, int64_t tasks);  // fills `partial`
 int ddtree_expert_mlp_sum_cpu(const ddtree_expert_mlp_args* args);  // then, once: `partial` to `out`
-// At most 2048 experts; x, weights, scales and out at multiples of 16 bytes. It has not run on a GPU yet.
+// At most 2048 experts; x, weights, scales and out at multiples of 16 bytes.
 int ddtree_expert_mlp_cuda(const ddtree_expert_mlp_args* args, void* stream);
 
 #undef DDTREE_ARGS_VERSION

@@ -1,4 +1,4 @@
-// Routed experts with packed int4 weights. It has not run on a GPU yet, only in an emulation of its instructions.
+// Routed experts with packed int4 weights.
 //
 // Four launches. The first sorts the choices by expert into chunks of 8 or 16 tokens of one expert, and lays x out as
 // the products want it. The second computes silu(gate) * up of every choice, the third `down` of that, the fourth

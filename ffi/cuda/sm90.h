@@ -49,6 +49,26 @@ __device__ __forceinline__ void wait(uint64_t* barrier, uint32_t parity) {
       : "memory");
 }
 
+// Whether it is over; may wait a little for it.
+__device__ __forceinline__ bool passed(uint64_t* barrier, uint32_t parity) {
+  uint32_t done;
+  asm volatile(
+      "{\n"
+      ".reg .pred done;\n"
+      "mbarrier.try_wait.parity.shared::cta.b64 done, [%1], %2;\n"
+      "selp.u32 %0, 1, 0, done;\n"
+      "}\n"
+      : "=r"(done)
+      : "r"(shared_address(barrier)), "r"(parity)
+      : "memory");
+  return done != 0;
+}
+
+// Fetches a map before it is needed.
+__device__ __forceinline__ void prefetch(const CUtensorMap* map) {
+  asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
+}
+
 // Starts the copy of one box from a two-dimensional map; what lies outside becomes zero.
 __device__ __forceinline__ void load_box(void* to, const CUtensorMap* map, uint64_t* barrier, int column, int row) {
   asm volatile(
@@ -77,6 +97,14 @@ __device__ __forceinline__ void arrive_at(uint32_t id, uint32_t threads) {
   asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 
+// Stores four 8 x 8 matrices of 16-bit numbers, each thread two numbers of each as accumulators lie; lane l gives where
+// row l % 8 of matrix l / 8 goes.
+__device__ __forceinline__ void store_matrices(uint32_t to, const uint32_t (&x)[4]) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(x[0]), "r"(x[1]),
+               "r"(x[2]), "r"(x[3])
+               : "memory");
+}
+
 // Ordinary writes to shared memory before it are seen by products started after it.
 __device__ __forceinline__ void fence_writes() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
@@ -91,14 +119,22 @@ __device__ __forceinline__ void take_registers() {
   asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kCount));
 }
 
-// A box that products read along its rows: the depth of the product is a row's 64 numbers.
+// Descriptors of what products read in shared memory.
+// A box read along its rows: the depth of the product is a row's 64 numbers.
 __device__ __forceinline__ uint64_t along_rows(uint32_t address) {
   return (address & 0x3ffffu) >> 4 | uint64_t{1} << 16 | uint64_t{1024 >> 4} << 32 | uint64_t{1} << 62;
 }
 
-// Boxes side by side that products read across: the depth of the product goes down the rows.
+// Boxes side by side read across: the depth of the product goes down the rows.
 __device__ __forceinline__ uint64_t down_rows(uint32_t address) {
   return (address & 0x3ffffu) >> 4 | uint64_t{kBoxBytes >> 4} << 16 | uint64_t{1024 >> 4} << 32 | uint64_t{1} << 62;
+}
+
+// The same `bytes` further on. One addition, where a descriptor made anew is ten instructions: a warpgroup must issue
+// products faster than the tensor cores do them. The address never carries into the next field.
+__device__ __forceinline__ uint64_t further(uint64_t descriptor, uint32_t bytes) {
+  const uint32_t low = static_cast<uint32_t>(descriptor) + (bytes >> 4);
+  return (descriptor & 0xffffffff00000000u) | low;
 }
 
 // Before the first product that reads registers written since the last one.

@@ -19,6 +19,7 @@
 #include "ffi/cuda/launch.h"
 #include "ffi/cuda/ptx.h"
 #include "ffi/cuda/verify_attn.h"
+#include "ffi/cuda/verify_plan.h"
 #include "ffi/ddtree.h"
 
 namespace {
@@ -41,7 +42,14 @@ constexpr int kFactorOffset = kExchangeOffset + kWarps * (kParts - 1) * kExchang
 constexpr int kMaximumOffset = kFactorOffset + kTileRows * 4;
 constexpr int kSumOffset = kMaximumOffset + kTileRows * 4;
 constexpr int kSegmentOffset = kSumOffset + kThreads * 4;
-constexpr int kSharedBytes = kSegmentOffset + 128;
+
+// A segment, and where its request's rows are: kept in shared memory since registers are what a thread lacks.
+struct SegmentAndRows : Segment {
+  const __nv_bfloat16* cache;
+};
+
+constexpr int kRunOffset = kSegmentOffset + sizeof(SegmentAndRows);
+constexpr int kSharedBytes = kRunOffset + sizeof(Run);
 static_assert(kSharedBytes <= 99 * 1024, "the smallest opt-in limit among sm_80 and later");
 
 constexpr int kMaxBlocks = 256;  // of the persistent grid
@@ -110,7 +118,6 @@ __device__ __forceinline__ void load_step(uint32_t stage, const __nv_bfloat16* c
   }
 }
 
-static_assert(sizeof(Segment) <= kSharedBytes - kSegmentOffset, "");
 
 // Gives every owner of rows its part of their scores, lane by lane, and keeps this warp's own.
 template <int kPart>
@@ -243,23 +250,22 @@ __device__ __forceinline__ void weigh_step(const Problem& p, uint8_t* shared, co
   }
 }
 
+__device__ void next_segment_and_rows(const Problem& p, Run* run, SegmentAndRows* s) {
+  next_segment(p, run, s);
+  const int layer = min(max(*p.layer, 0), p.layers - 1);
+  s->cache = p.cache + (static_cast<int64_t>(layer) * p.batch + s->request) * p.rows * DDTREE_ROW_DIM;
+}
+
 __global__ void __launch_bounds__(kThreads, 1) attend(const Problem p) {
   extern __shared__ __align__(1024) uint8_t shared[];
-  Segment& segment = *reinterpret_cast<Segment*>(shared + kSegmentOffset);
+  SegmentAndRows& segment = *reinterpret_cast<SegmentAndRows*>(shared + kSegmentOffset);
+  Run& run = *reinterpret_cast<Run*>(shared + kRunOffset);
   const uint32_t base = static_cast<uint32_t>(__cvta_generic_to_shared(shared));
   const uint32_t thread = threadIdx.x;
 
   if (thread < 32) {
-    const int64_t run = run_length(steps_before(p, p.batch, thread), gridDim.x);
-    int64_t before;
-    const int request = find_request(p, run * blockIdx.x, thread, &before);
-    if (thread == 0) {
-      segment.at = run * blockIdx.x;
-      segment.left = run;
-      segment.before = before;
-      segment.request = request;
-      next_segment(p, &segment);
-    }
+    start_run(p, blockIdx.x, gridDim.x, thread, &run);
+    if (thread == 0) next_segment_and_rows(p, &run, &segment);
   }
   __syncthreads();
 
@@ -401,7 +407,7 @@ __global__ void __launch_bounds__(kThreads, 1) attend(const Problem p) {
         }
       }
     } else {
-      float* part_out = part_of(p, blockIdx.x, segment.step == 0);
+      float* part_out = part_of(p, blockIdx.x, segment.part);
       float* maxima = part_out + kTileRows * DDTREE_LATENT_DIM;
       if (me.lane % 4 == 0) {
         const uint32_t row = me.warp * 8 + me.lane / 4;
@@ -424,67 +430,112 @@ __global__ void __launch_bounds__(kThreads, 1) attend(const Problem p) {
         }
     }
     __syncthreads();
-    if (thread == 0) next_segment(p, &segment);
+    if (thread == 0) next_segment_and_rows(p, &run, &segment);
     __syncthreads();
   }
 }
 
-// A warp for each row: merges the parts of a tile that was cut, and gives rows past num_nodes their own latent.
-__global__ void __launch_bounds__(kThreads) merge(const Problem p, int blocks) {
-  const int lane = threadIdx.x % 32;
-  const int request_rows = p.nodes * p.heads;
-  const int64_t index = static_cast<int64_t>(blockIdx.x) * kWarps + threadIdx.x / 32;
-  const int b = static_cast<int>(index / request_rows), row = static_cast<int>(index % request_rows);
-  if (b >= p.batch) return;
+// Merges the parts of tiles that were cut, and gives rows past num_nodes their own latent. Rows are shared by
+// `kWarpsPerRow` warps; a block has `kRows` rows of a tile, one after the other where its warps are too few.
+template <int kRows, int kWarpsPerRow>
+__global__ void __launch_bounds__(kThreads) merge(const Problem p) {
+  constexpr int kWidth = DDTREE_LATENT_DIM / kWarpsPerRow, kVectors = kWidth / 128, kUnroll = kVectors == 1 ? 8 : 3;
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, column = warp % kWarpsPerRow * kWidth + lane * 4;
+  const int request_rows = p.nodes * p.heads, tiles = (request_rows + kTileRows - 1) / kTileRows;
+  const int tile = blockIdx.x / (kTileRows / kRows) % tiles, b = blockIdx.x / (kTileRows / kRows) / tiles;
   const Request r = request_of(p, b);
-  uint32_t* out = reinterpret_cast<uint32_t*>(p.out + index * DDTREE_LATENT_DIM);
-  if (row >= r.nodes * p.heads) {
-    const int layer = min(max(*p.layer, 0), p.layers - 1);
-    const uint32_t* own = reinterpret_cast<const uint32_t*>(
-        p.cache + ((static_cast<int64_t>(layer) * p.batch + b) * p.rows + r.length + row / p.heads) * DDTREE_ROW_DIM);
-    for (int c = lane; c < DDTREE_LATENT_DIM / 2; c += 32) out[c] = own[c];
-    return;
-  }
-  const int64_t run = run_length(steps_before(p, p.batch, lane), blocks);
-  const int64_t first = steps_before(p, b, lane) + static_cast<int64_t>(row / kTileRows) * r.steps;
-  const int64_t block0 = first / run;
-  const int count = static_cast<int>((first + r.steps - 1) / run - block0) + 1;
-  if (count == 1) return;
-  const int tile_row = row % kTileRows;
-  const auto part = [&](int i) { return part_of(p, block0 + i, i == 0); };
-  float top = -INFINITY;
-  for (int i = lane; i < count; i += 32) top = fmaxf(top, part(i)[kTileRows * DDTREE_LATENT_DIM + tile_row]);
+  const int first_row = tile * kTileRows + blockIdx.x % (kTileRows / kRows) * kRows, real_rows = r.nodes * p.heads;
+  const Plan plan{p.plan[0], p.plan[1] != 0};
+  const Parts parts{plan, r, chunks_of(plan, r), tile, p.plan[2 + b]};
+  const bool whole = first_row >= real_rows || parts.whole();
+  if (whole && first_row + kRows <= real_rows) return;
+  const int count = whole ? 0 : parts.count();
+  // Lane i knows part i, and in the next 32 parts part 32 + i.
+  const float* own = lane < count ? parts.get(p, lane) : nullptr;
+#pragma unroll 1
+  for (int i = warp / kWarpsPerRow; i < kRows; i += kWarps / kWarpsPerRow) {
+    const int row = first_row + i, tile_row = row % kTileRows;
+    if (row >= request_rows) return;
+    __nv_bfloat16* out = p.out + (static_cast<int64_t>(b) * request_rows + row) * DDTREE_LATENT_DIM + column;
+    if (row >= real_rows) {
+      const int layer = min(max(*p.layer, 0), p.layers - 1);
+      const __nv_bfloat16* latent =
+          p.cache + ((static_cast<int64_t>(layer) * p.batch + b) * p.rows + r.length + row / p.heads) * DDTREE_ROW_DIM +
+          column;
 #pragma unroll
-  for (int d = 16; d > 0; d /= 2) top = fmaxf(top, __shfl_xor_sync(~0u, top, d));
-  float sum = 0;  // this lane's parts of it
-  float2 total[DDTREE_LATENT_DIM / 64] = {};
-  for (int i0 = 0; i0 < count; i0 += 32) {
-    float own_factor = 0;
-    if (i0 + lane < count) {
-      const float* from = part(i0 + lane) + kTileRows * DDTREE_LATENT_DIM + tile_row;
-      own_factor = from[0] == top ? 1.0f : power_of_two(from[0] - top);
-      sum += own_factor * from[kTileRows];
+      for (int v = 0; v < kVectors; ++v) {
+        *reinterpret_cast<uint2*>(out + v * 128) = *reinterpret_cast<const uint2*>(latent + v * 128);
+      }
+      continue;
     }
-    const int parts = min(32, count - i0);
-#pragma unroll 4
-    for (int i = 0; i < parts; ++i) {
-      const float factor = __shfl_sync(~0u, own_factor, i);
-      const float2* values = reinterpret_cast<const float2*>(part(i0 + i) + tile_row * DDTREE_LATENT_DIM) + lane;
+    if (whole) continue;
+    float top = -INFINITY, sum = 0;
+    float4 total[kVectors] = {};
+    for (int j0 = 0; j0 < count; j0 += 32) {
+      const float* known = j0 == 0 ? own : j0 + lane < count ? parts.get(p, j0 + lane) : nullptr;
+#pragma unroll 1
+      for (int j = 0; j < min(32, count - j0); j += kUnroll) {
+        // Several parts at a time, since what takes long is the way to the first of them.
+        float4 x[kUnroll][kVectors];
+        float maxima[kUnroll], sums[kUnroll];
 #pragma unroll
-      for (int c = 0; c < DDTREE_LATENT_DIM / 64; ++c) {
-        const float2 x = values[c * 32];
-        total[c].x += factor * x.x;
-        total[c].y += factor * x.y;
+        for (int k = 0; k < kUnroll; ++k) {
+          const int source = min(j + k, 31);
+          const float* part =
+              reinterpret_cast<const float*>(__shfl_sync(~0u, reinterpret_cast<uint64_t>(known), source));
+          const bool there = part != nullptr && j + k < 32;
+          maxima[k] = there ? part[kTileRows * DDTREE_LATENT_DIM + tile_row] : -INFINITY;
+          sums[k] = there ? part[kTileRows * (DDTREE_LATENT_DIM + 1) + tile_row] : 0;
+#pragma unroll
+          for (int v = 0; v < kVectors; ++v) {
+            x[k][v] = there ? *reinterpret_cast<const float4*>(part + tile_row * DDTREE_LATENT_DIM + column + v * 128)
+                            : make_float4(0, 0, 0, 0);
+          }
+        }
+        float greatest = top;
+#pragma unroll
+        for (int k = 0; k < kUnroll; ++k) greatest = fmaxf(greatest, maxima[k]);
+        const float shrink = top == greatest ? 1.0f : power_of_two(top - greatest);
+        top = greatest;
+        sum *= shrink;
+#pragma unroll
+        for (int v = 0; v < kVectors; ++v) {
+          total[v] = make_float4(total[v].x * shrink, total[v].y * shrink, total[v].z * shrink, total[v].w * shrink);
+        }
+#pragma unroll
+        for (int k = 0; k < kUnroll; ++k) {
+          const float factor = maxima[k] == top ? 1.0f : power_of_two(maxima[k] - top);
+          sum += factor * sums[k];
+#pragma unroll
+          for (int v = 0; v < kVectors; ++v) {
+            total[v].x += factor * x[k][v].x;
+            total[v].y += factor * x[k][v].y;
+            total[v].z += factor * x[k][v].z;
+            total[v].w += factor * x[k][v].w;
+          }
+        }
       }
     }
-  }
+    const float inverse = 1.0f / sum;
 #pragma unroll
-  for (int d = 16; d > 0; d /= 2) sum += __shfl_xor_sync(~0u, sum, d);
-  const float inverse = 1.0f / sum;
-#pragma unroll
-  for (int c = 0; c < DDTREE_LATENT_DIM / 64; ++c) {
-    out[c * 32 + lane] = pack(total[c].x * inverse, total[c].y * inverse);
+    for (int v = 0; v < kVectors; ++v) {
+      *reinterpret_cast<uint2*>(out + v * 128) = make_uint2(pack(total[v].x * inverse, total[v].y * inverse),
+                                                            pack(total[v].z * inverse, total[v].w * inverse));
+    }
   }
+}
+
+int launch_merge(const Problem& p, cudaStream_t stream) {
+  const int64_t tiles = p.batch * ddtree::ceil_div(p.nodes * p.heads, kTileRows);
+  // Where rows are few, four warps share one.
+  if (tiles <= 32) {
+    merge<2, 4><<<static_cast<int>(tiles * (kTileRows / 2)), kThreads, 0, stream>>>(p);
+  } else if (tiles <= 256) {
+    merge<16, 1><<<static_cast<int>(tiles * (kTileRows / 16)), kThreads, 0, stream>>>(p);
+  } else {
+    merge<kTileRows, 1><<<static_cast<int>(tiles), kThreads, 0, stream>>>(p);
+  }
+  return ddtree::launch_status();
 }
 
 constexpr int kChunk = 128;  // cache rows of a step in float32
@@ -554,9 +605,12 @@ __global__ void __launch_bounds__(kThreads) attend_f32(const float* query, const
   out[threadIdx.x + kThreads] = total[1] / sum;
 }
 
+int64_t max_steps(int64_t batch, int64_t rows, int64_t nodes, int64_t heads) {
+  return batch * ddtree::ceil_div(nodes * heads, kTileRows) * ddtree::ceil_div(rows, kStep);
+}
+
 int64_t max_blocks(int64_t batch, int64_t rows, int64_t nodes, int64_t heads) {
-  const int64_t steps = batch * ddtree::ceil_div(nodes * heads, kTileRows) * ddtree::ceil_div(rows, kStep);
-  return std::min<int64_t>(ddtree::ceil_div(steps, kMinRun), kMaxBlocks);
+  return std::min<int64_t>(ddtree::ceil_div(max_steps(batch, rows, nodes, heads), kMinRun), kMaxBlocks);
 }
 
 }  // namespace
@@ -566,14 +620,16 @@ size_t ddtree_verify_attn_workspace(int64_t batch, int64_t rows, int64_t nodes, 
       !ddtree::Countable(1, {batch, rows, nodes, heads})) {
     return 0;
   }
-  return static_cast<size_t>(2 * max_blocks(batch, rows, nodes, heads)) * kPartFloats * sizeof(float);
+  return static_cast<size_t>(kBlockParts * max_blocks(batch, rows, nodes, heads)) * kPartFloats * sizeof(float) +
+         static_cast<size_t>(2 + batch) * sizeof(int);
 }
 
 int ddtree_verify_attn_cuda(const ddtree_verify_attn_args* args, void* stream) {
   if (const int status = ddtree::Check(args); status != DDTREE_OK) return status;
   const int64_t all_rows = args->batch * args->nodes * args->heads;
   if (args->layers > INT32_MAX || args->batch > INT32_MAX || args->nodes * args->heads > INT32_MAX ||
-      args->rows > INT32_MAX - kChunk || all_rows > INT32_MAX || !ddtree::aligned({args->query, args->cache, args->out})) {
+      args->rows > INT32_MAX - kChunk || all_rows > INT32_MAX ||
+      max_steps(args->batch, args->rows, args->nodes, args->heads) > kMostSteps || !ddtree::aligned({args->query, args->cache, args->out})) {
     return DDTREE_INVALID_ARGUMENT;
   }
   if (all_rows == 0) return DDTREE_OK;
@@ -600,9 +656,10 @@ int ddtree_verify_attn_cuda(const ddtree_verify_attn_args* args, void* stream) {
       cudaFuncSetAttribute(attend, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytes) != cudaSuccess) {
     return DDTREE_LAUNCH_FAILED;
   }
-  // The portable kernel is the automatic choice everywhere: the other one has not been measured.
-  const bool hopper = args->path == DDTREE_PATH_HOPPER;
-  if (hopper && (major != 9 || minor != 0)) return DDTREE_INVALID_ARGUMENT;
+  const bool has_hopper = major == 9 && minor == 0;
+  if (args->path == DDTREE_PATH_HOPPER && !has_hopper) return DDTREE_INVALID_ARGUMENT;
+  const bool hopper = has_hopper && args->path != DDTREE_PATH_PORTABLE;
+  float* parts = static_cast<float*>(args->workspace);
   const Problem problem{static_cast<const __nv_bfloat16*>(args->query),
                         static_cast<const __nv_bfloat16*>(args->cache),
                         args->ancestors,
@@ -610,7 +667,8 @@ int ddtree_verify_attn_cuda(const ddtree_verify_attn_args* args, void* stream) {
                         args->num_nodes,
                         args->layer,
                         static_cast<__nv_bfloat16*>(args->out),
-                        static_cast<float*>(args->workspace),
+                        parts,
+                        reinterpret_cast<int*>(parts + kBlockParts * max_blocks(batch, rows, nodes, heads) * kPartFloats),
                         layers,
                         batch,
                         rows,
@@ -625,6 +683,5 @@ int ddtree_verify_attn_cuda(const ddtree_verify_attn_args* args, void* stream) {
   } else {
     attend<<<blocks, kThreads, kSharedBytes, cuda_stream>>>(problem);
   }
-  merge<<<static_cast<int>(ddtree::ceil_div(all_rows, kWarps)), kThreads, 0, cuda_stream>>>(problem, blocks);
-  return ddtree::launch_status();
+  return launch_merge(problem, cuda_stream);
 }

@@ -1,16 +1,20 @@
 // verify_attn in bfloat16 for Hopper: TMA loads and warpgroup products.
 //
 // A block keeps 64 query rows in shared memory and walks the cache 64 rows at a time, through two buffers that one warp
-// fills by TMA, box by box. The output is 64 x 512 floats, half of all registers, so two warpgroups hold 256 columns
-// each. They take turns at the softmax: tile t belongs to warpgroup t % 2, which multiplies it with the queries, turns
-// the scores into weights, and publishes the weights (and by what the output so far shrinks) for the other; then both
-// multiply the weights with their half of the tile. While one computes weights, the other's products and the loads of
-// the next tile go on (the two-warpgroup exchange is FlashMLA's).
+// fills by TMA, half a tile at a time. The output is 64 x 512 floats, half of all registers, so two warpgroups hold 256
+// columns each. Tile t of a block's run belongs to warpgroup t % 2: that one multiplies it with the queries, turns the
+// scores into weights, and publishes the weights (and by what the output so far shrinks) for the other; then both
+// multiply the weights with their half of the tile (the exchange of weights between two warpgroups is FlashMLA's).
 //
-// A buffer is freed by halves, as each warpgroup is done with its columns. The halves of the two buffers are filled in
-// opposite order, the half first that is free first, and the scores' product takes the boxes as they come.
+// Of two tiles, in the order in which the tensor cores get them, S scores of a tile, O the output of a half:
 //
-// It has not run on a GPU yet, only against an emulation of these instructions.
+//     first warpgroup   ... O(1)    S(2)   softmax(2)   O(2)             O(3)   S(4)  softmax(4) ...
+//     second warpgroup  ... O(1)           S(3)         O(2) softmax(3)  O(3)         S(5)       ...
+//     loads             tile 2 has come    tile 3 has come   tile 4 begins, half by half, when both are done with 2
+//
+// So the first one's softmax goes on beside the second one's scores, and the second one's beside the output of the
+// first one's tile. A buffer is freed by halves, as each warpgroup is done with its columns; a tile's halves are filled
+// and multiplied in the order in which they are freed.
 #include <cuda.h>
 #include <cuda_bf16.h>
 #include <cuda_runtime.h>
@@ -20,6 +24,7 @@
 #include "ffi/cuda/launch.h"
 #include "ffi/cuda/sm90.h"
 #include "ffi/cuda/verify_attn.h"
+#include "ffi/cuda/verify_plan.h"
 #include "ffi/ddtree.h"
 
 namespace ddtree {
@@ -34,10 +39,9 @@ constexpr int kColumns = DDTREE_LATENT_DIM / 2;  // of a warpgroup
 constexpr int kTileBytes = kBoxes * sm90::kBoxBytes;
 static_assert(kTileRows == 64 && kHopperStep == 64, "a box has 64 rows");
 
-// Named barriers; 0 is the block's own.
-constexpr uint32_t kPublished = 1;  // and 2: the weights of a tile of the first or second warpgroup
-constexpr uint32_t kGroup = 3;      // and 4: a warpgroup by itself
-constexpr uint32_t kCompute = 5;    // both warpgroups
+// Named barriers; 0 is the block's own. What goes between warpgroups goes by mbarriers, at which every thread arrives: so
+// tools that look for races can follow it.
+constexpr uint32_t kGroup = 1;  // and 2: a warpgroup by itself
 
 struct Shared {
   uint8_t query[kTileBytes];
@@ -46,42 +50,60 @@ struct Shared {
   float factor[kTileRows];   // by what a tile shrinks the output so far
   float maximum[kTileRows];  // the greatest score so far
   float sum[2][kTileRows];   // each warpgroup's share of the weights' sum
-  uint64_t full[2][kBoxes];  // a box of a buffer is there
-  uint64_t empty[2][2];      // a half of a buffer may be overwritten
+  uint64_t full[2][2];   // a half of a buffer is there
+  uint64_t empty[2][2];  // it may be overwritten
   uint64_t query_full, query_empty;
-  Segment segment;
+  uint64_t published[2];  // the weights of a tile of a warpgroup
+  uint64_t scored;        // the first warpgroup has its scores of a tile
+  uint64_t summed;        // the sums of a segment are there
+  uint64_t finished;      // all of a segment is done and read
+  // This segment and the next one; loads may be a segment ahead.
+  Segment segments[2];
+  uint64_t planned[2];  // what lies there is new, from the third segment on
+  Run run;
 };
 static_assert(sizeof(Shared) <= 227 * 1024, "what a block may have");
 
 // The boxes of a half of a tile: the columns of a warpgroup, and with the second the rotary numbers.
-__device__ __forceinline__ int first_box(int half) { return half * kHalfBoxes; }
-__device__ __forceinline__ int end_box(int half) { return half == 0 ? kHalfBoxes : kBoxes; }
+__host__ __device__ constexpr int first_box(int half) { return half * kHalfBoxes; }
+__host__ __device__ constexpr int end_box(int half) { return half == 0 ? kHalfBoxes : kBoxes; }
 
 // What the loading warp does, by one thread.
 __device__ void load_tiles(const Problem& p, Shared& s, const CUtensorMap* query_map, const CUtensorMap* cache_map) {
-  Segment segment = s.segment;
   const int layer = min(max(*p.layer, 0), p.layers - 1);
   uint32_t tile = 0;  // of the block's run
-  for (uint32_t number = 0; segment.request < p.batch; ++number) {
+  for (uint32_t number = 0;; ++number) {
+    if (number >= 2) sm90::wait(&s.planned[number % 2], number / 2 % 2 ^ 1);
+    const Segment& segment = s.segments[number % 2];
+    const int request = segment.request, end_step = segment.end_step;
+    if (request == p.batch) return;
     sm90::wait(&s.query_empty, number % 2 ^ 1);
     sm90::arrive_expecting(&s.query_full, kTileBytes);
-    const int row = segment.request * p.nodes * p.heads + segment.tile * kTileRows;
+    const int row = request * p.nodes * p.heads + segment.tile * kTileRows;
     for (int box = 0; box < kBoxes; ++box) {
       sm90::load_box(s.query + box * sm90::kBoxBytes, query_map, &s.query_full, box * 64, row);
     }
-    for (int step = segment.step; step < segment.end_step; ++step, ++tile) {
+    for (int step = segment.step; step < end_step; ++step, ++tile) {
       const int buffer = tile % 2;
       for (int i = 0; i < 2; ++i) {
         const int half = i ^ buffer;
         sm90::wait(&s.empty[buffer][half], tile / 2 % 2 ^ 1);
+        sm90::arrive_expecting(&s.full[buffer][half], (end_box(half) - first_box(half)) * sm90::kBoxBytes);
         for (int box = first_box(half); box < end_box(half); ++box) {
-          sm90::arrive_expecting(&s.full[buffer][box], sm90::kBoxBytes);
-          sm90::load_box(s.keys[buffer] + box * sm90::kBoxBytes, cache_map, &s.full[buffer][box], box * 64,
-                         step * kHopperStep, layer * p.batch + segment.request);
+          sm90::load_box(s.keys[buffer] + box * sm90::kBoxBytes, cache_map, &s.full[buffer][half], box * 64,
+                         step * kHopperStep, layer * p.batch + request);
         }
       }
     }
-    next_segment(p, &segment);
+  }
+}
+
+// Plans the segment after the next one whenever one is finished. One thread of the loading warpgroup.
+__device__ void plan_segments(const Problem& p, Shared& s) {
+  for (uint32_t number = 0; s.segments[number % 2].request < p.batch; ++number) {
+    while (!sm90::passed(&s.finished, number % 2)) __nanosleep(200);  // not to take turns from those who compute
+    next_segment(p, &s.run, &s.segments[number % 2]);
+    sm90::arrive(&s.planned[number % 2]);
   }
 }
 
@@ -96,20 +118,21 @@ __device__ __forceinline__ void clear_not_finite(uint8_t* keys, int thread) {
   }
 }
 
-// Starts the product of the queries with tile `tile`, box by box as they come.
-template <int kSide>
+// Starts the product of the queries with half `kHalf` of tile `tile`; with kFirst the scores begin with it. A warpgroup
+// must issue faster than the tensor cores work, so nothing but products is between the products of a half.
+template <int kSide, int kHalf, bool kFirst>
 __device__ __forceinline__ void start_scores(Shared& s, uint32_t tile, float (&score)[32]) {
-  const uint32_t query = sm90::shared_address(s.query), keys = sm90::shared_address(s.keys[kSide]);
+  const uint64_t query = sm90::along_rows(sm90::shared_address(s.query));
+  const uint64_t keys = sm90::along_rows(sm90::shared_address(s.keys[kSide]));
+  sm90::wait(&s.full[kSide][kHalf], tile / 2 % 2);
+  sm90::begin_products();
 #pragma unroll
-  for (int i = 0; i < kBoxes; ++i) {
-    // The half that is filled first comes first.
-    const int box = kSide == 0 ? i : (i + kHalfBoxes) % kBoxes;
-    sm90::wait(&s.full[kSide][box], tile / 2 % 2);
-    sm90::begin_products();
+  for (int box = first_box(kHalf); box < end_box(kHalf); ++box) {
 #pragma unroll
     for (int k = 0; k < 4; ++k) {
-      sm90::multiply_64(score, sm90::along_rows(query + box * sm90::kBoxBytes + k * 32),
-                        sm90::along_rows(keys + box * sm90::kBoxBytes + k * 32), i + k > 0);
+      const uint32_t offset = box * sm90::kBoxBytes + k * 32;
+      sm90::multiply_64(score, sm90::further(query, offset), sm90::further(keys, offset),
+                        !kFirst || box > first_box(kHalf) || k > 0);
     }
   }
   sm90::end_products();
@@ -161,9 +184,11 @@ __device__ __forceinline__ void attend_side(const Problem& p, Shared& s, int thr
   const int warp = thread / 32, lane = thread % 32;
   const int upper = warp * 16 + lane / 4;  // the thread's rows are this one and the one 8 below
   uint32_t tile = 0;                       // of the block's run
-  for (uint32_t number = 0; s.segment.request < p.batch; ++number) {
+  for (uint32_t number = 0;; ++number) {
+    if (number >= 2) sm90::wait(&s.planned[number % 2], number / 2 % 2 ^ 1);
+    if (s.segments[number % 2].request == p.batch) return;
     // Read where it is needed: registers are what a thread lacks.
-    const Segment& segment = s.segment;
+    const Segment& segment = s.segments[number % 2];
     const int first_step = segment.step, length = segment.length;
     const uint32_t first = tile, end = tile + (segment.end_step - first_step);
 
@@ -173,9 +198,9 @@ __device__ __forceinline__ void attend_side(const Problem& p, Shared& s, int thr
     sm90::wait(&s.query_full, number % 2);
     if (first % 2 != kSide && first + 1 == end && lane == 0) sm90::arrive(&s.query_empty);  // it multiplies none
 
-    // The tile of the other warpgroup: its weights times this one's columns.
+    // The tile of the other warpgroup: its weights times this one's columns. The other one has seen the tile arrive.
     const auto other_tile = [&] {
-      sm90::sync_at(kPublished + (kSide ^ 1), kComputeThreads);
+      sm90::wait(&s.published[kSide ^ 1], tile / 2 % 2);
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         factor[half] = s.factor[upper + half * 8];
@@ -183,21 +208,18 @@ __device__ __forceinline__ void attend_side(const Problem& p, Shared& s, int thr
         sum[half] *= factor[half];
       }
       // Over all rows, since the warps of a group must wait together.
-      if (__any_sync(~0u, s.factor[lane] != 1.0f || s.factor[lane + 32] != 1.0f)) {
+      if (__builtin_expect(__any_sync(~0u, s.factor[lane] != 1.0f || s.factor[lane + 32] != 1.0f), 0)) {
         sm90::wait_products<0>();  // none may be under way while registers of one change
         sm90::pin(out);
         rescale(out, factor);
       }
-#pragma unroll
-      for (int box = 0; box < kHalfBoxes; ++box) {
-        sm90::wait(&s.full[kSide ^ 1][first_box(kSide) + box], tile / 2 % 2);
-      }
       sm90::begin_products();
-      const uint32_t weights = sm90::shared_address(s.weights);
-      const uint32_t values = sm90::shared_address(s.keys[kSide ^ 1] + first_box(kSide) * sm90::kBoxBytes);
+      const uint64_t weights = sm90::along_rows(sm90::shared_address(s.weights));
+      const uint64_t values =
+          sm90::down_rows(sm90::shared_address(s.keys[kSide ^ 1] + first_box(kSide) * sm90::kBoxBytes));
 #pragma unroll
       for (int k = 0; k < 4; ++k) {
-        sm90::multiply_256(out, sm90::along_rows(weights + k * 32), sm90::down_rows(values + k * 2048));
+        sm90::multiply_256(out, sm90::further(weights, k * 32), sm90::further(values, k * 2048));
       }
       sm90::end_products();
     };
@@ -207,7 +229,7 @@ __device__ __forceinline__ void attend_side(const Problem& p, Shared& s, int thr
       const int key = (first_step + static_cast<int>(tile - first)) * kHopperStep;
 #pragma unroll
       for (int i = 0; i < 32; ++i) score[i] *= p.log2_scale;
-      if (key + kHopperStep > length) {
+      if (__builtin_expect(key + kHopperStep > length, 0)) {
         sm90::sync_at(kGroup + kSide, kGroupThreads);  // every warp's scores are there
         clear_not_finite(s.keys[kSide], thread);
         sm90::fence_writes();
@@ -231,44 +253,61 @@ __device__ __forceinline__ void attend_side(const Problem& p, Shared& s, int thr
       weigh(score, maximum, sum, factor, weights);
       sm90::wait_products<0>();
       sm90::pin(out);
-      if (tile > first && lane == 0) sm90::arrive(&s.empty[kSide ^ 1][kSide]);
-      if (__any_sync(~0u, factor[0] != 1.0f || factor[1] != 1.0f)) rescale(out, factor);
+      if (kSide == 1 && tile > first && lane == 0) sm90::arrive(&s.empty[0][1]);
+      if (__builtin_expect(__any_sync(~0u, factor[0] != 1.0f || factor[1] != 1.0f), 0)) rescale(out, factor);
       sm90::sync_at(kGroup + kSide, kGroupThreads);  // no warp's product still reads the weights of the tile before
+      {
+        const int row = warp * 16 + lane % 16;
+        const uint32_t to = sm90::shared_address(s.weights) + row * 128;
 #pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const int row = upper + half * 8;
+        for (int k = 0; k < 4; ++k) sm90::store_matrices(to + ((k * 2 + lane / 16 ^ row % 8) << 4), weights[k]);
+      }
+      if (lane % 4 == 0) {
 #pragma unroll
-        for (int n = 0; n < 8; ++n) {
-          *reinterpret_cast<uint32_t*>(s.weights + row * 128 + ((n ^ row % 8) << 4) + lane % 4 * 4) =
-              weights[n / 2][n % 2 * 2 + half];
-        }
-        if (lane % 4 == 0) {
-          s.factor[row] = factor[half];
-          s.maximum[row] = maximum[half];
+        for (int half = 0; half < 2; ++half) {
+          s.factor[upper + half * 8] = factor[half];
+          s.maximum[upper + half * 8] = maximum[half];
         }
       }
       sm90::fence_writes();
-      sm90::arrive_at(kPublished + kSide, kComputeThreads);
+      sm90::arrive(&s.published[kSide]);
       sm90::begin_products();
-      const uint32_t values = sm90::shared_address(s.keys[kSide] + first_box(kSide) * sm90::kBoxBytes);
+      const uint64_t values =
+          sm90::down_rows(sm90::shared_address(s.keys[kSide] + first_box(kSide) * sm90::kBoxBytes));
 #pragma unroll
-      for (int k = 0; k < 4; ++k) sm90::multiply_256(out, weights[k], sm90::down_rows(values + k * 2048));
+      for (int k = 0; k < 4; ++k) sm90::multiply_256(out, weights[k], sm90::further(values, k * 2048));
       sm90::end_products();
       sm90::wait_products<0>();
       sm90::pin(out);
       if (lane == 0) sm90::arrive(&s.empty[kSide][kSide]);
     };
     if (first % 2 == kSide) {
-      start_scores<kSide>(s, tile, score);
+      start_scores<kSide, kSide, true>(s, tile, score);
+      start_scores<kSide, kSide ^ 1, false>(s, tile, score);
       sm90::wait_products<0>();
+      if (kSide == 0 && lane == 0) sm90::arrive(&s.scored);
       sm90::pin(score);
       own_tile();
       ++tile;
     }
     while (tile + 1 < end) {
-      start_scores<kSide>(s, tile + 1, score);
-      other_tile();
-      sm90::wait_products<1>();
+      if (kSide == 0) {
+        other_tile();
+        start_scores<0, 0, true>(s, tile + 1, score);
+        sm90::wait_products<1>();
+        sm90::pin(out);
+        if (lane == 0) sm90::arrive(&s.empty[1][0]);
+        start_scores<0, 1, false>(s, tile + 1, score);
+        sm90::wait_products<0>();
+        if (lane == 0) sm90::arrive(&s.scored);
+      } else {
+        // After the other's scores: their softmax then goes on beside this product.
+        sm90::wait(&s.scored, tile / 2 % 2);
+        start_scores<1, 1, true>(s, tile + 1, score);
+        start_scores<1, 0, false>(s, tile + 1, score);
+        other_tile();
+        sm90::wait_products<1>();
+      }
       sm90::pin(score);
       ++tile;
       own_tile();
@@ -282,15 +321,17 @@ __device__ __forceinline__ void attend_side(const Problem& p, Shared& s, int thr
       ++tile;
     }
 
+    sm90::wait(&s.finished, number % 2 ^ 1);  // the sums of the segment before have been read
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       sum[half] += __shfl_xor_sync(~0u, sum[half], 1);
       sum[half] += __shfl_xor_sync(~0u, sum[half], 2);
       if (lane % 4 == 0) s.sum[kSide][upper + half * 8] = sum[half];
     }
-    sm90::sync_at(kCompute, kComputeThreads);
+    sm90::arrive(&s.summed);
+    sm90::wait(&s.summed, number % 2);
     const bool whole = first_step == 0 && segment.end_step == segment.steps;
-    float* part = part_of(p, blockIdx.x, first_step == 0);
+    float* part = part_of(p, blockIdx.x, segment.part);
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int row = upper + half * 8, query_row = segment.tile * kTileRows + row;
@@ -319,9 +360,7 @@ __device__ __forceinline__ void attend_side(const Problem& p, Shared& s, int thr
         }
       }
     }
-    sm90::sync_at(kCompute, kComputeThreads);  // the segment has been read
-    if (kSide == 0 && thread == 0) next_segment(p, &s.segment);
-    sm90::sync_at(kCompute, kComputeThreads);
+    sm90::arrive(&s.finished);
   }
 }
 
@@ -332,24 +371,29 @@ __global__ void __launch_bounds__(kThreads, 1)
   Shared& s = *reinterpret_cast<Shared*>(memory);
   const int thread = threadIdx.x, lane = thread % 32;
   if (thread < 32) {
-    const int64_t run = run_length(steps_before(p, p.batch, lane), gridDim.x);
-    int64_t before;
-    const int request = find_request(p, run * blockIdx.x, lane, &before);
+    start_run(p, blockIdx.x, gridDim.x, lane, &s.run);
     if (lane == 0) {
-      s.segment.at = run * blockIdx.x;
-      s.segment.left = run;
-      s.segment.before = before;
-      s.segment.request = request;
-      next_segment(p, &s.segment);
+      next_segment(p, &s.run, &s.segments[0]);
+      next_segment(p, &s.run, &s.segments[1]);
     }
   } else if (thread == 32) {
     for (int buffer = 0; buffer < 2; ++buffer) {
-      for (int box = 0; box < kBoxes; ++box) sm90::init_barrier(&s.full[buffer][box], 1);
-      for (int half = 0; half < 2; ++half) sm90::init_barrier(&s.empty[buffer][half], kGroupThreads / 32);
+      for (int half = 0; half < 2; ++half) {
+        sm90::init_barrier(&s.full[buffer][half], 1);
+        sm90::init_barrier(&s.empty[buffer][half], kGroupThreads / 32);
+      }
     }
+    for (int i = 0; i < 2; ++i) sm90::init_barrier(&s.planned[i], 1);
+    for (int i = 0; i < 2; ++i) sm90::init_barrier(&s.published[i], kGroupThreads);
+    sm90::init_barrier(&s.scored, kGroupThreads / 32);
+    sm90::init_barrier(&s.summed, kComputeThreads);
+    sm90::init_barrier(&s.finished, kComputeThreads);
     sm90::init_barrier(&s.query_full, 1);
     sm90::init_barrier(&s.query_empty, kComputeThreads / 32);
     sm90::fence_barrier_init();
+  } else if (thread == 64) {
+    sm90::prefetch(&query_map);
+    sm90::prefetch(&cache_map);
   }
   __syncthreads();
   // As the compiler must know, a warpgroup goes one way.
@@ -357,6 +401,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   if (group == 2) {
     sm90::give_registers<24>();
     if (thread == kComputeThreads) load_tiles(p, s, &query_map, &cache_map);
+    if (thread == kComputeThreads + 32) plan_segments(p, s);
   } else {
     sm90::take_registers<240>();
     if (group == 0) {

@@ -126,8 +126,9 @@ def test_text_is_the_targets_whatever_the_curve_and_rounds_follow_it(rng):
             follow(np.asarray(target.table), row[:length], 40, (3,))[0]
             for row, length in zip(tokens, lengths, strict=True)
         ]
-        for got, end, want in zip(result.tokens, result.lengths, texts, strict=True):
-            assert np.asarray(got[: int(end)]).tolist() == want, options
+        ends = np.asarray(result.lengths)
+        for got, end, want in zip(np.asarray(result.tokens), ends, texts, strict=True):
+            assert got[:end].tolist() == want, options
         new = np.asarray([len(text) for text in texts]) - lengths
         return np.asarray(result.rounds), new
 

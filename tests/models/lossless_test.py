@@ -25,8 +25,9 @@ def _prompts(rng, batch, width, vocab):
 
 
 def _continuations(result, lengths):
-    ends = np.asarray(result.lengths)
-    return [np.asarray(result.tokens[b, n : ends[b]]).tolist() for b, n in enumerate(lengths)]
+    # Of a JAX array every slice of another length would be compiled.
+    tokens, ends = np.asarray(result.tokens), np.asarray(result.lengths)
+    return [tokens[b, n : ends[b]].tolist() for b, n in enumerate(lengths)]
 
 
 def test_two_hundred_ragged_prompts_in_three_modes(rng):

@@ -1,8 +1,8 @@
 """How far a target's choice of experts is from a tie: the choice is a step, which no tolerance covers."""
 
-import jax
 import jax.numpy as jnp
 import numpy as np
+import quick_compile
 from tiny_models import positions_of
 
 from ddtree_jax.models import rope
@@ -43,7 +43,7 @@ def _gap(values, chosen):
     return ordered[:, chosen - 1] - ordered[:, chosen]
 
 
-@jax.jit
+@quick_compile.jit
 def _choices(target, tokens):
     """Biased scores f32[B * T, E] of every routing layer of a plain pass."""
     x = target.embed(tokens)

@@ -7,13 +7,15 @@ import json
 import jax
 import numpy as np
 import pytest
+import quick_compile
 from hlo import cache_copies
 from markov import MarkovDrafter, follow, random_pair
 
 from ddtree_jax import CostCurve, DecodeConfig, ddtree_decode, draft_topk, tree_build
 from ddtree_jax.budget import Pause, first_nodes, node_budgets
 
-decode = jax.jit(ddtree_decode, static_argnames="config")
+decode = quick_compile.jit(ddtree_decode, static_argnames="config")
+budgets_of = quick_compile.jit(node_budgets, static_argnames="curve")
 
 
 def _random_curve(rng, capacity):
@@ -47,7 +49,7 @@ def test_no_other_budgets_promise_more(rng, batch):
         num_nodes[rng.integers(batch)] = capacity
         log_probs[np.arange(capacity) >= num_nodes[:, None]] = -np.inf
         curve = _random_curve(rng, capacity)
-        got, pays = map(np.asarray, node_budgets(log_probs, num_nodes, curve))
+        got, pays = map(np.asarray, budgets_of(log_probs, num_nodes, curve))
         assert np.all((got >= 0) & (got <= np.maximum(num_nodes - 1, 0)))
         largest = max(n for n in curve.nodes if n <= capacity)
         assert got.max() < largest
@@ -61,15 +63,15 @@ def test_a_staircase_is_climbed_when_a_later_step_pays(rng):
     """The first step loses, the second wins: a search that stops at the first fall would end at the root."""
     log_probs = np.log(np.float32([[1, 0.9, 0.9, 0.9, 0.9, 0.9, 0.9, 0.9, 0.9]]))
     curve = CostCurve((1, 2, 9), (1.0, 2.0, 2.1))
-    assert node_budgets(log_probs, np.int32([9]), curve)[0].tolist() == [8]
+    assert budgets_of(log_probs, np.int32([9]), curve)[0].tolist() == [8]
     steep = CostCurve((1, 2, 9), (1.0, 2.0, 21.0))
-    assert node_budgets(log_probs, np.int32([9]), steep)[0].tolist() == [0]
+    assert budgets_of(log_probs, np.int32([9]), steep)[0].tolist() == [0]
 
 
 def test_a_request_that_drafts_badly_takes_no_nodes_from_the_pass():
     log_probs = np.log(np.float32([[1, 0.9, 0.8, 0.7], [1, 0.01, 0.005, 0.001]]))
     curve = CostCurve((1, 4), (1.0, 2.0), (1.0, 1.0))
-    assert node_budgets(log_probs, np.int32([4, 4]), curve)[0].tolist() == [3, 0]
+    assert budgets_of(log_probs, np.int32([4, 4]), curve)[0].tolist() == [3, 0]
 
 
 def test_drafts_that_do_not_pay_become_rare(rng):
@@ -124,8 +126,9 @@ def test_text_is_the_targets_whatever_the_curve_and_rounds_follow_it(rng):
             follow(np.asarray(target.table), row[:length], 40, (3,))[0]
             for row, length in zip(tokens, lengths, strict=True)
         ]
-        for got, end, want in zip(result.tokens, result.lengths, texts, strict=True):
-            assert np.asarray(got[: int(end)]).tolist() == want, options
+        ends = np.asarray(result.lengths)
+        for got, end, want in zip(np.asarray(result.tokens), ends, texts, strict=True):
+            assert got[:end].tolist() == want, options
         new = np.asarray([len(text) for text in texts]) - lengths
         return np.asarray(result.rounds), new
 

@@ -1,6 +1,7 @@
 """tree_build against the heap, the reference implementation's trees, and the tree's own promises."""
 
 import hypothesis
+import jax
 import numpy as np
 import pytest
 from hypothesis import strategies as st
@@ -64,19 +65,18 @@ def test_golden_trees_and_walks(request):
         k = max(1, min(budget, logits.shape[1]))
         log_probs, token_ids = ddtree_jax.draft_topk(logits[None], k)
         tree = ddtree_jax.tree_build(log_probs, token_ids, np.array([7], np.int32), budget=budget)
+        tree = jax.tree.map(np.asarray, tree)  # JAX would compile each slice below
         n = int(tree.num_nodes[0])
         assert n == len(golden["parents"])
         np.testing.assert_array_equal(tree.tokens[0, 1:n], golden["tokens"])
         np.testing.assert_array_equal(tree.depths[0, 1:n], golden["depths"])
         np.testing.assert_array_equal(tree.parents[0, :n], golden["parents"])
-        visible = np.unpackbits(
-            np.asarray(tree.ancestors[0, :n]).view(np.uint8), axis=-1, bitorder="little"
-        )
+        visible = np.unpackbits(tree.ancestors[0, :n].view(np.uint8), axis=-1, bitorder="little")
         np.testing.assert_array_equal(visible[:, :n], golden["visible"])
 
         target = np.zeros((1, budget + 1), np.int32)
         target[0, :n] = golden["target_tokens"]
-        path = ddtree_jax.tree_accept(tree, target)
+        path = jax.tree.map(np.asarray, ddtree_jax.tree_accept(tree, target))
         count = int(path.num_emitted[0])
         np.testing.assert_array_equal(path.nodes[0, :count], golden["accepted"])
         assert path.tokens[0, count - 1] == golden["bonus"]
@@ -112,7 +112,7 @@ def test_spine_is_kept_where_it_fits(rng):
 def test_chain_tree_equals_the_single_path_tree(rng):
     tokens = rng.integers(0, 99, (3, 40), dtype=np.int32)
     num_nodes = np.array([40, 1, 17], np.int32)
-    chain = ddtree_jax.chain_tree(tokens, num_nodes)
+    chain = jax.tree.map(np.asarray, ddtree_jax.chain_tree(tokens, num_nodes))
     for b, n in enumerate(num_nodes):
         for i in range(40):
             seen = range(i + 1) if i < n else [i]

@@ -9,6 +9,7 @@ import types
 
 import numpy as np
 import pytest
+import quick_compile
 import step_floors
 import step_model
 import step_suite
@@ -16,6 +17,7 @@ import step_suite
 from ddtree_jax import CostCurve
 
 _SCRIPT = pathlib.Path(__file__).parents[2] / "examples" / "benchmark.py"
+_ENVIRONMENT = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": quick_compile.XLA_FLAGS}
 _RATES = step_floors.Rates(4.42e12, 7.2e14)
 
 
@@ -59,8 +61,8 @@ def test_step_suite(tmp_path):
     out = tmp_path / "step.json"
     arguments = ["--suite=step", "--size=small", "--layers=2", "--nodes=1,4", "--prefixes=32"]
     done = subprocess.run(
-        [sys.executable, str(_SCRIPT), *arguments, "--repeats=1", f"--json={out}"],
-        env={**os.environ, "JAX_PLATFORMS": "cpu"},
+        [sys.executable, str(_SCRIPT), *arguments, "--repeats=3", f"--json={out}"],
+        env=_ENVIRONMENT,
         cwd=_SCRIPT.parent,
         capture_output=True,
         text=True,
@@ -91,7 +93,7 @@ def test_curve_suite(tmp_path):
     arguments = ["--suite=curve", "--nodes=1,3", "--prefixes=40", "--repeats=1", f"--json={out}"]
     done = subprocess.run(
         [sys.executable, str(_SCRIPT), *arguments],
-        env={**os.environ, "JAX_PLATFORMS": "cpu"},
+        env=_ENVIRONMENT,
         capture_output=True,
         text=True,
         timeout=300,

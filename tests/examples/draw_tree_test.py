@@ -9,6 +9,7 @@ import sys
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import quick_compile
 from rich.console import Console
 from tree_picture import picture
 
@@ -19,7 +20,7 @@ _SCRIPT = pathlib.Path(__file__).parents[2] / "examples" / "draw_tree.py"
 
 
 def _run(*arguments):
-    environment = {**os.environ, "JAX_PLATFORMS": "cpu"}
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": quick_compile.XLA_FLAGS}
     command = [sys.executable, str(_SCRIPT), *arguments]
     return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
 
@@ -60,7 +61,8 @@ def test_rounds_are_those_of_the_decode_loop():
     target = models.load_target(demo.TARGET, dtype="float32")
     ids = tokenizer.encode(prompt)
     config = DecodeConfig(mode="ar", max_new_tokens=40)
-    result = ddtree_decode(target, None, np.int32([ids]), np.int32([len(ids)]), config=config)
+    decode = quick_compile.jit(ddtree_decode, static_argnames="config")
+    result = decode(target, None, np.int32([ids]), np.int32([len(ids)]), config=config)
     first = np.asarray(result.tokens[0, len(ids) :])
     # The prefill emits the first token, the root of the first tree.
     assert tokenizer.decode(first[1:].tolist()).startswith("".join(emitted))

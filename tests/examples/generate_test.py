@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import losslessness
 import pytest
+import quick_compile
 from runner import Runner
 from safetensors.numpy import load_file, save_file
 
@@ -27,8 +28,8 @@ def cache(tmp_path_factory):
     return str(tmp_path_factory.mktemp("compiled"))
 
 
-def _run(*arguments, cache=""):
-    environment = {**os.environ, "JAX_PLATFORMS": "cpu"}
+def _run(*arguments, cache="", xla_flags=quick_compile.XLA_FLAGS):
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": xla_flags}
     command = [sys.executable, str(_SCRIPT), f"--compilation_cache={cache}", *arguments]
     return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
 
@@ -47,10 +48,17 @@ def _copy(source, folder):
 
 
 def test_text_figures_and_json(tmp_path, cache):
+    """Compiled as users have it, unlike the other tests' programs."""
+    flags = os.environ.get("XLA_FLAGS", "")
     out = tmp_path / "out.json"
     prompt = "import os\n\ndef read(path):\n"
     done = _run(
-        f"--prompt={prompt}", "--prompt=x = [", "--max_new_tokens=24", f"--json={out}", cache=cache
+        f"--prompt={prompt}",
+        "--prompt=x = [",
+        "--max_new_tokens=24",
+        f"--json={out}",
+        cache=cache,
+        xla_flags=flags,
     )
     assert done.returncode == 0, done.stderr
     report = json.loads(out.read_text())
@@ -86,6 +94,7 @@ def test_text_figures_and_json(tmp_path, cache):
         "--mode=ar",
         f"--json={again}",
         cache=cache,
+        xla_flags=flags,
     )
     assert done.returncode == 0, done.stderr
     texts = [one["text"] for one in json.loads(again.read_text())["completions"]]

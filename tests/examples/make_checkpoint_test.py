@@ -9,6 +9,7 @@ import sys
 import jax
 import numpy as np
 import pytest
+import quick_compile
 from published_configs import FOLDERS, toy
 from routing import clear_tokens
 from safetensors.numpy import load_file, save_file
@@ -34,7 +35,7 @@ def _make(*flags):
     return subprocess.run(
         [sys.executable, _SCRIPT, *flags],
         cwd=_SCRIPT.parent,
-        env={**os.environ, "JAX_PLATFORMS": "cpu"},
+        env={**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": quick_compile.XLA_FLAGS},
         capture_output=True,
         text=True,
     )

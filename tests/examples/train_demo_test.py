@@ -16,14 +16,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import quick_compile
 from flax import nnx
 from routing import CLEAR, clear_tokens, routing_margin
 
 from ddtree_jax.models import DFlashDrafter, KimiK26, load_drafter, load_target, quantization
+from ddtree_jax.models import demo as shipped
 from ddtree_jax.models.tokenizer import SPECIAL_OFFSETS, load_tokenizer
 
 _ROOT = pathlib.Path(__file__).parents[2]
-_DEMO = _ROOT / "models" / "demo"
+_DEMO = pathlib.Path(shipped.TARGET).parent
 _HELD_OUT_LOSS = 2.458  # docs/demo_checkpoint.md: nats a token over the shipped prompts, float32
 
 # Runs train_demo.py on a few dozen modules.
@@ -79,11 +81,11 @@ def test_every_stage_at_toy_size(tmp_path):
     done = subprocess.run(
         [sys.executable, "-c", _ON_FEW_MODULES, *flags],
         cwd=_ROOT / "examples",
-        # It mostly compiles: XLA's older code generator for the CPU does so four times faster.
+        # It mostly compiles.
         env={
             **os.environ,
             "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
-            "XLA_FLAGS": "--xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1",
+            "XLA_FLAGS": quick_compile.XLA_FLAGS,
         },
         capture_output=True,
         text=True,
@@ -138,8 +140,9 @@ def test_greedy_continuation_is_the_argmax_of_the_plain_pass(rng):
         if routing_margin(model, made) > CLEAR:
             break
     np.testing.assert_array_equal(made[:, :5], prompts)
-    logits = model(jnp.asarray(made, jnp.int32), jnp.broadcast_to(jnp.arange(12), (3, 12)))
-    chosen = np.take_along_axis(np.asarray(logits)[:, 4:-1], made[:, 5:, None].astype(int), 2)
+    inputs = jnp.asarray(made, jnp.int32), jnp.broadcast_to(jnp.arange(12), (3, 12))
+    logits = np.asarray(quick_compile.jit(lambda model, *inputs: model(*inputs))(model, *inputs))
+    chosen = np.take_along_axis(logits[:, 4:-1], made[:, 5:, None].astype(int), 2)
     np.testing.assert_allclose(chosen[..., 0], np.max(logits[:, 4:-1], axis=-1), atol=1e-4)
 
 
@@ -183,11 +186,11 @@ def test_training_blocks_see_what_drafting_sees(rng):
     drafter = DFlashDrafter(demo_model.drafter_config(sizes), dtype=jnp.float32, rngs=rngs)
     tokens = jnp.asarray(clear_tokens(rng, target, (1, 48)))
     anchors = np.sort(rng.choice(np.arange(1, tokens.shape[1] - 8), 3, replace=False))
-    logits, labels = jax.jit(demo_drafter.block_logits)(
+    logits, labels = quick_compile.jit(demo_drafter.block_logits)(
         drafter, target, tokens, jnp.asarray(anchors)[None]
     )
 
-    @jax.jit
+    @quick_compile.jit
     def draft(target, drafter, length):
         positions = jnp.arange(tokens.shape[1])[None]
         _, features = target.forward(tokens, positions, taps=drafter.taps)
@@ -195,6 +198,7 @@ def test_training_blocks_see_what_drafting_sees(rng):
         cache = drafter.extend(cache, features, jnp.zeros_like(length), length)
         return drafter.draft(target, cache, tokens[0, length], length)
 
+    logits, labels = np.asarray(logits), np.asarray(labels)
     for i, anchor in enumerate(anchors):
         alone = draft(target, drafter, jnp.full((1,), anchor, jnp.int32))
         np.testing.assert_allclose(logits[:, i], alone, atol=2e-4)

@@ -39,10 +39,10 @@ def test_no_spills(source, arch, tmp_path):
         f"-gencode=arch=compute_{arch},code=sm_{arch}",
         "-Xptxas=-v",
         f"-I{_FFI.parent}",
-        "-c",
+        "-cubin",  # the device's half alone
         str(_FFI / "cuda" / source),
         "-o",
-        str(tmp_path / "out.o"),
+        str(tmp_path / "out.cubin"),
     ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=500)
     assert done.returncode == 0, done.stderr

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+import quick_compile
 from safetensors.numpy import load_file, save_file
 from tiny_models import positions_of, random_drafter, random_target
 
@@ -177,8 +178,8 @@ def test_a_flat_float_folder(rng, tmp_path, stacked):
                 getattr(target.layers[layer].mlp.experts, name)[...],
             )
     tokens = jnp.asarray(rng.integers(0, 50, (1, 9)))
-    want = np.asarray(target(tokens, positions_of(tokens)))
-    got = np.asarray(loaded(tokens, positions_of(tokens)))
+    run = quick_compile.jit(lambda model, tokens: model(tokens, positions_of(tokens)))
+    want, got = np.asarray(run(target, tokens)), np.asarray(run(loaded, tokens))
     assert np.corrcoef(want.ravel(), got.ravel())[0, 1] > 0.99
 
 

@@ -4,8 +4,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import quick_compile
 from hlo import cache_copies
 from tiny_models import random_drafter, random_target
+
+# The weights are arguments, so that tests of one shape share a compilation.
+_extend = quick_compile.jit(lambda drafter, *inputs: drafter.extend(*inputs))
+_draft = quick_compile.jit(lambda drafter, *inputs: drafter.draft(*inputs))
+_forward = quick_compile.jit(lambda drafter, *inputs: drafter.forward(*inputs))
 
 
 def _draft_by_forward(drafter, target, features, root, causal, window):
@@ -22,7 +28,8 @@ def _draft_by_forward(drafter, target, features, root, causal, window):
                 mask[i, j] = False
     tokens = np.full((1, slots), drafter.config.mask_token_id)
     tokens[0, 0] = root
-    hidden = jax.jit(drafter.forward)(
+    hidden = _forward(
+        drafter,
         target.embed(jnp.asarray(tokens)) * drafter.config.input_embedding_scale,
         jnp.asarray(columns[None, length:]),
         jnp.asarray(features[None]),
@@ -54,11 +61,11 @@ def test_draft_equals_forward_on_each_request_alone(rng, changes, causal, window
     roots = rng.integers(0, target.vocab_size, 3)
     first = np.minimum(lengths, 7)
     cache = drafter.init_cache(3, 20)
-    extend = jax.jit(drafter.extend)
-    cache = extend(cache, jnp.asarray(features), jnp.zeros(3, int), jnp.asarray(first))
+    cache = _extend(drafter, cache, jnp.asarray(features), jnp.zeros(3, int), jnp.asarray(first))
     rest = np.stack([np.roll(features[b], -first[b], axis=0) for b in range(3)])
-    cache = extend(cache, rest, jnp.asarray(first), jnp.asarray(lengths - first))
-    logits = jax.jit(drafter.draft)(target, cache, jnp.asarray(roots), jnp.asarray(lengths))
+    cache = _extend(drafter, cache, rest, jnp.asarray(first), jnp.asarray(lengths - first))
+    logits = _draft(drafter, target, cache, jnp.asarray(roots), jnp.asarray(lengths))
+    logits = np.asarray(logits)
     assert logits.shape == (3, drafter.block_size - 1, target.vocab_size)
     for b in range(3):
         alone = _draft_by_forward(
@@ -74,7 +81,7 @@ def test_rows_past_the_cache_and_idle_requests_change_nothing(rng):
     )
     features = jnp.asarray(rng.normal(size=(3, 4, drafter.fc.kernel.shape[0])), jnp.float32)
     # One request overflows the cache, one is idle, one has no row at all.
-    after = jax.jit(drafter.extend)(cache, features, jnp.array([4, 2, -1]), jnp.array([4, 0, 0]))
+    after = _extend(drafter, cache, features, jnp.array([4, 2, -1]), jnp.array([4, 0, 0]))
     for old, new in zip(jax.tree.leaves(cache), jax.tree.leaves(after), strict=True):
         np.testing.assert_array_equal(new[1:], old[1:])
         np.testing.assert_array_equal(new[0, :, :4], old[0, :, :4])

@@ -6,10 +6,21 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import quick_compile
 from routing import CLEAR, clear_tokens, routing_margin
 from tiny_models import positions_of, random_target
 
 import ddtree_jax
+
+# The weights are arguments, so that tests of one shape share a compilation.
+_verify = quick_compile.jit(
+    lambda target, *inputs, taps=(): target.verify(*inputs, taps=taps), static_argnames="taps"
+)
+_forward = quick_compile.jit(
+    lambda target, *inputs, taps=(): target.forward(*inputs, taps=taps), static_argnames="taps"
+)
+_logits = quick_compile.jit(lambda target, tokens: target(tokens, positions_of(tokens)))
+_head = quick_compile.jit(lambda target, hidden: target.head(hidden))
 
 
 def _random_tree(rng, batch, nodes, depth, k, vocab):
@@ -25,12 +36,12 @@ def _prefill(target, tokens, lengths, rows, chunk):
     batch, width = tokens.shape
     cache = target.init_cache(batch, rows)
     hidden = []
-    verify = jax.jit(target.verify)
     for start in range(0, width, chunk):
         here = jnp.clip(jnp.asarray(lengths) - start, 0, chunk).astype(jnp.int32)
         part = jnp.asarray(tokens[:, start : start + chunk], jnp.int32)
         tree = ddtree_jax.chain_tree(part, jnp.minimum(here, part.shape[1]))
-        rows_of_part, _, cache = verify(tree, cache, jnp.full((batch,), start, jnp.int32))
+        start_of_all = jnp.full((batch,), start, jnp.int32)
+        rows_of_part, _, cache = _verify(target, tree, cache, start_of_all)
         hidden.append(rows_of_part)
     return jnp.concatenate(hidden, axis=1), cache
 
@@ -41,7 +52,7 @@ def test_chunked_prefill_equals_forward(rng, chunk):
     tokens = clear_tokens(rng, target, (3, 23))
     lengths = np.array([23, 1, int(rng.integers(2, 23))])
     hidden, _ = _prefill(target, tokens, lengths, 60, chunk)
-    want, _ = jax.jit(target.forward)(jnp.asarray(tokens), positions_of(tokens))
+    want, _ = _forward(target, jnp.asarray(tokens), positions_of(tokens))
     for b, length in enumerate(lengths):
         np.testing.assert_allclose(hidden[b, :length], want[b, :length], rtol=1e-4, atol=1e-4)
 
@@ -72,18 +83,17 @@ def test_node_logits_equal_the_ancestor_path_alone(rng, experts, changes):
             break
     _, cache = _prefill(target, prompt, lengths, 40, 11)
     taps = (2, 0)
-    hidden, features, _ = jax.jit(target.verify, static_argnames="taps")(
-        tree, cache, jnp.asarray(lengths), taps=taps
-    )
-    logits = np.asarray(target.head(hidden))
-    forward = jax.jit(target.forward, static_argnames="taps")
+    hidden, features, _ = _verify(target, tree, cache, jnp.asarray(lengths), taps=taps)
+    logits, features = np.asarray(_head(target, hidden)), np.asarray(features)
     assert len(contexts) >= 4
     for (b, node), context in contexts.items():
         row = len(context) - 1
-        alone, tapped = forward(padded[b, node, None], positions_of(padded[b, :1]), taps=taps)
-        want = np.asarray(target.head(alone[0, row]))
+        positions = positions_of(padded[b, :1])
+        alone, tapped = _forward(target, padded[b, node, None], positions, taps=taps)
+        want = np.asarray(_head(target, alone))[0, row]
         np.testing.assert_allclose(logits[b, node], want, rtol=1e-3, atol=2e-4)
-        np.testing.assert_allclose(features[b, node], tapped[0, row], rtol=1e-3, atol=5e-4)
+        tapped = np.asarray(tapped)[0, row]
+        np.testing.assert_allclose(features[b, node], tapped, rtol=1e-3, atol=5e-4)
 
 
 def _contexts(prompt, lengths, tree) -> dict:
@@ -106,14 +116,12 @@ def test_hiding_an_ancestor_changes_exactly_the_nodes_below_it(rng):
     tree = ddtree_jax.chain_tree(tokens, jnp.array([6], jnp.int32))
     cache = target.init_cache(1, 12)
     lengths = jnp.array([0], jnp.int32)
-    verify = jax.jit(target.verify)
-    hidden, _, _ = verify(tree, cache, lengths)
+    hidden, _, _ = _verify(target, tree, cache, lengths)
     # Nodes 4 and 5 no longer see node 2.
     mask = np.asarray(tree.ancestors).copy()
     mask[0, 4:, 0] &= ~np.uint32(1 << 2)
-    hidden_after, _, _ = verify(
-        dataclasses.replace(tree, ancestors=jnp.asarray(mask)), cache, lengths
-    )
+    tree = dataclasses.replace(tree, ancestors=jnp.asarray(mask))
+    hidden_after, _, _ = _verify(target, tree, cache, lengths)
     np.testing.assert_array_equal(hidden_after[0, :4], hidden[0, :4])
     assert np.all(np.any(np.asarray(hidden_after != hidden)[0, 4:], axis=-1))
 
@@ -125,9 +133,10 @@ def test_pad_rows_reach_no_expert_and_poison_nothing(rng):
     other[0, 3:] = -1
     count = jnp.array([3], jnp.int32)
     cache, lengths = target.init_cache(1, 16), jnp.array([0], jnp.int32)
-    verify = jax.jit(target.verify)
-    one, _, _ = verify(ddtree_jax.chain_tree(jnp.asarray(tokens), count), cache, lengths)
-    two, _, _ = verify(ddtree_jax.chain_tree(jnp.asarray(other), count), cache, lengths)
+    one, two = (
+        _verify(target, ddtree_jax.chain_tree(jnp.asarray(each), count), cache, lengths)[0]
+        for each in (tokens, other)
+    )
     np.testing.assert_array_equal(one[0, :3], two[0, :3])
     assert np.all(np.isfinite(two))
 
@@ -138,8 +147,8 @@ def test_bfloat16_follows_float32(rng):
         lambda p: p.astype(jnp.bfloat16) if p.dtype == jnp.float32 and p.ndim > 1 else p, target
     )
     tokens = jnp.asarray(rng.integers(0, target.vocab_size, (2, 17)))
-    want = np.asarray(jax.jit(lambda m: m(tokens, positions_of(tokens)))(target))
-    got = jax.jit(lambda m: m(tokens, positions_of(tokens)))(half)
+    want = np.asarray(_logits(target, tokens))
+    got = _logits(half, tokens)
     assert got.dtype == jnp.float32
     # Routing may flip for a token near a tie, hence the correlation and not every element.
     assert np.corrcoef(want.ravel(), np.asarray(got).ravel())[0, 1] > 0.99
@@ -149,12 +158,12 @@ def test_gradients_are_finite_and_reach_every_parameter(rng):
     target = random_target(rng)
     tokens = jnp.asarray(rng.integers(0, target.vocab_size, (8, 16)))
 
-    @jax.jit
     def loss(target):
         log_probs = jax.nn.log_softmax(target(tokens[:, :-1], positions_of(tokens[:, :-1])))
         return -jnp.mean(jnp.take_along_axis(log_probs, tokens[:, 1:, None], axis=-1))
 
-    for path, gradient in jax.tree_util.tree_leaves_with_path(jax.grad(loss)(target)):
+    gradients = quick_compile.jit(jax.grad(loss))(target)
+    for path, gradient in jax.tree_util.tree_leaves_with_path(gradients):
         name = jax.tree_util.keystr(path)
         assert np.all(np.isfinite(gradient)), name
         # The bias chooses experts; no gradient passes through a choice.

@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import quick_compile
 from hlo import cache_copies
 from losslessness import first_difference, judge
 from routing import CLEAR, routing_margin
@@ -11,6 +12,7 @@ from tiny_models import random_drafter, random_target
 from ddtree_jax import DecodeConfig, ddtree_decode
 
 decode = jax.jit(ddtree_decode, static_argnames="config")
+quick_decode = quick_compile.jit(ddtree_decode, static_argnames="config")
 _NEW = 24
 # Few tokens, so that a drafter that knows nothing is right now and then.
 _SMALL = {"vocab_size": 12, "eos_token_id": 3}
@@ -23,22 +25,24 @@ def _prompts(rng, batch, width, vocab):
 
 
 def _continuations(result, lengths):
-    ends = np.asarray(result.lengths)
-    return [np.asarray(result.tokens[b, n : ends[b]]).tolist() for b, n in enumerate(lengths)]
+    # Of a JAX array every slice of another length would be compiled.
+    tokens, ends = np.asarray(result.tokens), np.asarray(result.lengths)
+    return [tokens[b, n : ends[b]].tolist() for b, n in enumerate(lengths)]
 
 
 def test_two_hundred_ragged_prompts_in_three_modes(rng):
     ties = accepted = rounds = 0
     for _ in range(5):
         target, drafter = random_target(rng, **_SMALL), random_drafter(rng, **_MASK)
-        for stops in ((), (5,)):
+        # Both as users compile it and with operations that are not fused.
+        for stops, decode_once in (((), decode), ((5,), quick_decode)):
             tokens, lengths = _prompts(rng, 20, 64, 12)
             texts = {}
             for mode in ("ar", "chain", "ddtree"):
                 config = DecodeConfig(
                     mode=mode, budget=16, max_new_tokens=_NEW, stop_tokens=stops, prefill_chunk=32
                 )
-                result = decode(target, drafter, tokens, lengths, config=config)
+                result = decode_once(target, drafter, tokens, lengths, config=config)
                 texts[mode] = _continuations(result, lengths)
                 if mode == "ddtree":
                     histogram = np.asarray(result.accepted_histogram).sum(0)
@@ -67,7 +71,7 @@ def test_sampled_text_is_the_same_in_every_mode_budget_and_batch(rng):
     for mode, budget in (("ar", 1), ("chain", 1), ("ddtree", 5), ("ddtree", 24)):
         config = DecodeConfig(mode=mode, budget=budget, **options)
         texts.append(
-            _continuations(decode(target, drafter, tokens, lengths, config=config), lengths)
+            _continuations(quick_decode(target, drafter, tokens, lengths, config=config), lengths)
         )
     # A draw that falls within rounding of a boundary may part two runs; more than one would not be that.
     for other in texts[1:]:
@@ -75,7 +79,7 @@ def test_sampled_text_is_the_same_in_every_mode_budget_and_batch(rng):
     config = DecodeConfig(mode="ddtree", budget=5, **options)
     alone = [
         _continuations(
-            decode(target, drafter, tokens[b : b + 1], lengths[b : b + 1], config=config),
+            quick_decode(target, drafter, tokens[b : b + 1], lengths[b : b + 1], config=config),
             lengths[b : b + 1],
         )[0]
         for b in range(3)

@@ -7,6 +7,7 @@ import sys
 
 import jax
 import pytest
+import quick_compile
 from jax.sharding import AxisType
 from tiny_models import random_target
 
@@ -80,7 +81,7 @@ def test_on_eight_devices(rng, tmp_path):
             **os.environ,
             "PYTHONPATH": os.pathsep.join(folders),
             "JAX_PLATFORMS": "cpu",
-            "XLA_FLAGS": "--xla_force_host_platform_device_count=8",
+            "XLA_FLAGS": f"{quick_compile.XLA_FLAGS} --xla_force_host_platform_device_count=8",
         },
         cwd=tmp_path,
         capture_output=True,

@@ -142,12 +142,14 @@ def test_logits_and_layer_outputs(rng, tmp_path, case):
             torch.as_tensor(tokens.astype(np.int64)), output_hidden_states=True, use_cache=False
         )
 
-    forward = jax.jit(target.forward, static_argnames="taps")
-    hidden, features = forward(tokens, positions_of(tokens), taps=(1, 0))
+    @jax.jit
+    def forward(target, tokens):
+        hidden, features = target.forward(tokens, positions_of(tokens), taps=(1, 0))
+        return target.head(hidden), features
+
+    logits, features = forward(target, tokens)
     scale = want.logits.abs().max().item()
-    np.testing.assert_allclose(
-        target.head(hidden), want.logits.numpy(), rtol=0, atol=TOLERANCE * scale
-    )
+    np.testing.assert_allclose(logits, want.logits.numpy(), rtol=0, atol=TOLERANCE * scale)
     outputs = [want.hidden_states[2].numpy(), want.hidden_states[1].numpy()]
     for mine, its in zip(np.split(np.asarray(features), 2, axis=-1), outputs, strict=True):
         np.testing.assert_allclose(mine, its, rtol=0, atol=TOLERANCE * np.abs(its).max())

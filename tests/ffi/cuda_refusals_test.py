@@ -107,3 +107,56 @@ def test_workspaces(name, status):
     assert status(name, workspace=16, workspace_bytes=needed) == LAUNCH_FAILED
     for change in (dict(workspace_bytes=needed - 1), dict(workspace=None), dict(workspace=8)):
         assert status(name, **{"workspace_bytes": needed, **change}) == INVALID, change
+
+
+#: Sizes at and beyond limits, from which random ones are drawn; the first three of each are served.
+EDGES = {
+    "draft_topk": dict(
+        rows=[0, 1, 77, 4097, 2**31 - 1, 2**31, 2**62, -1],
+        vocab=[1, 255, 3000, 2**22, 2**22 + 1, 2**31, 0, -1],
+        k=[1, 4, 255, 256, 257, 0, -1],
+    ),
+    "tree_build": dict(
+        batch=[0, 3, 7, -1], depth=[0, 7, 31, 32], k=[1, 4, 256, 257], budget=[0, 9, 256, 257]
+    ),
+    "verify_attn": dict(
+        batch=[0, 1, 5, 2**22, 2**31 - 1, 2**31, 2**62, -1],
+        rows=[1, 300, 10**5, 2**31 - 129, 2**31 - 128, 2**62, 0, -1],
+        nodes=[1, 16, 257, 258, 0, -1],
+        heads=[1, 64, 2**20, 2**31 - 1, 2**31, 2**62, 0, -1],
+        dtype=[_clib.BF16, _clib.BF16, _clib.F32, 2, -1],
+    ),
+    "expert_mlp": dict(
+        tokens=[0, 1, 9, 2**22, 2**25, 2**31 - 1, 2**31, 2**62, -1],
+        top_k=[0, 1, 8, 2**25 - 1, 2**25, 2**62, -1],
+        experts=[0, 1, 384, 2048, 2049, 2**62, -1],
+        hidden=[0, 32, 7168, 2**20, 2**25 - 32, 2**25, 2**58, 48, -32],
+        inner=[0, 32, 2048, 2**24 - 32, 2**24, 2**58, 16, -32],
+        dtype=[_clib.BF16, _clib.F32, 2],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", EDGES)
+def test_the_query_is_right_for_whatever_the_call_takes(name, rng, call, status):
+    """Not a byte less does, none is asked for in vain, and 0 is the answer for all that is refused."""
+    refused = needing = 0
+    for _ in range(400):
+        # Few odd ones together: one that is refused hides whether another is.
+        sizes = {
+            field: int(rng.choice(edges if rng.random() < 0.2 else edges[:3]))
+            for field, edges in EDGES[name].items()
+        }
+        needed = call(cuda_calls.workspace, name, sizes)
+        if status(name, **sizes, workspace_bytes=2**63) == INVALID:
+            refused += 1
+            assert needed == 0, sizes
+        elif needed == 0:
+            none = dict(workspace=None, workspace_bytes=0)
+            assert status(name, **sizes, **none) in (OK, LAUNCH_FAILED), sizes
+        else:
+            needing += 1
+            assert status(name, **sizes, workspace_bytes=needed) == LAUNCH_FAILED, sizes
+            assert status(name, **sizes, workspace_bytes=needed - 1) == INVALID, sizes
+    print(name, "refused", refused, "needing", needing)
+    assert refused > 20 and (needing > 20 or name == "tree_build")

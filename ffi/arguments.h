@@ -2,8 +2,9 @@
 #ifndef DDTREE_FFI_ARGUMENTS_H_
 #define DDTREE_FFI_ARGUMENTS_H_
 
-#include <initializer_list>
 #include <stdint.h>
+
+#include <initializer_list>
 
 #include "ffi/ddtree.h"
 
@@ -104,9 +105,9 @@ inline bool Sound(const ddtree_expert_mlp_args& a) {
   const int64_t bytes = DtypeBytes(a.dtype), d = a.hidden, i = a.inner;
   return ExpertMlpSizes(a.tokens, a.top_k, d, i) && Array(a.x, bytes, {a.tokens, d}) &&
          Array(a.out, bytes, {a.tokens, d}) && Array(a.expert_ids, 4, {a.tokens, a.top_k}) &&
-         Array(a.expert_weights, 4, {a.tokens, a.top_k}) &&
-         Array(a.gate_up, 4, {a.experts, 2, i, d / 8}) && Array(a.gate_up_scale, 2, {a.experts, 2, i, d / 32}) &&
-         Array(a.down, 4, {a.experts, d, i / 8}) && Array(a.down_scale, 2, {a.experts, d, i / 32});
+         Array(a.expert_weights, 4, {a.tokens, a.top_k}) && Array(a.gate_up, 4, {a.experts, 2, i, d / 8}) &&
+         Array(a.gate_up_scale, 2, {a.experts, 2, i, d / 32}) && Array(a.down, 4, {a.experts, d, i / 8}) &&
+         Array(a.down_scale, 2, {a.experts, d, i / 32});
 }
 
 // A ddtree_status for a block, and for a share of it on the CPU: few enough that stepping by `tasks` cannot overflow.

@@ -98,6 +98,12 @@ def test_drafts_that_do_not_pay_become_rare(rng):
     jax.effects_barrier()
     assert result.rounds.tolist() == [30] and len(calls) == 5
 
+    calls.clear()
+    none = dataclasses.replace(config, budget=0)
+    result = decode(target, drafter, np.int32([[1, 2]]), np.int32([2]), config=none)
+    jax.effects_barrier()
+    assert result.rounds.tolist() == [30] and not calls
+
 
 @pytest.mark.parametrize("nodes", [1, 32, 33])
 def test_first_nodes_are_the_tree_of_that_budget(rng, nodes):

@@ -39,7 +39,8 @@ class DecodeConfig:
         never accepts less than the chain would.
       cost_curve: measured times of a round. With it mode "ddtree" gives each round the passes' size and each
         request the nodes that promise the most tokens a second (`ddtree_jax.budget`), and drafts rarely while
-        no draft pays; `budget` still bounds them. None always verifies `budget` nodes.
+        no draft pays; `budget` still bounds them, and must leave a size besides 1 or be 0. None always
+        verifies `budget` nodes.
       max_new_tokens: tokens to emit after each prompt, at most.
       stop_tokens: token ids that end a request; the stop token itself is emitted.
       temperature: 0 takes the most probable token, more draws from softmax(logits / temperature).
@@ -78,6 +79,7 @@ class DecodeConfig:
         self._set("keep_spine", _checks.flag("keep_spine", self.keep_spine))
         if self.cost_curve is not None and not isinstance(self.cost_curve, CostCurve):
             raise ValueError(f"cost_curve must be a CostCurve or None, not {self.cost_curve!r}")
+        self._check_sizes()
         self._whole("max_new_tokens", 0, 2**30)
         self._whole("top_k", 0, 2**30)
         self._whole("seed", *SEEDS)
@@ -100,6 +102,18 @@ class DecodeConfig:
         self._set(
             "stop_tokens", tuple(_checks.between(named, token, 0, 2**31 - 1) for token in stops)
         )
+
+    def _check_sizes(self):
+        """Every draft would be thrown away, without a word, if no pass could verify it."""
+        if self.mode != "ddtree" or self.cost_curve is None or self.budget == 0:
+            return
+        if len(self.cost_curve.sizes(self.budget + 1)) == 1:
+            larger = self.cost_curve.nodes[1:2]
+            remedy = f"raise budget to {larger[0] - 1}, " if larger else ""
+            raise ValueError(
+                f"cost_curve has no size in 2 .. {self.budget + 1}, so that no draft of budget {self.budget} "
+                f"could be verified: {remedy}measure one there, or decode plainly with mode 'ar'"
+            )
 
     def _whole(self, name: str, low: int, high: int):
         self._set(name, _checks.between(name, getattr(self, name), low, high))

@@ -201,6 +201,8 @@ def _draft(target, drafter, state, config) -> tuple[DraftTree, jax.Array]:
             best = tree_build(log_probs, token_ids, roots, budget=nodes - 1)
             used = jnp.where(running, best.num_nodes, 0)
             budgets, pays = node_budgets(best.log_probs, used, config.cost_curve)
+        # Without the spine this is the first tree cut off and its links to what is gone undone. Built again it is
+        # one kernel of microseconds (docs/performance.md) and one piece of code for both.
         tree = tree_build(
             log_probs,
             token_ids,

@@ -47,8 +47,8 @@ def long_expert_mlp(
         return jnp.zeros_like(x)
     together = max(n for n in range(1, min(experts_at_once, experts) + 1) if experts % n == 0)
 
-    ids = expert_ids.reshape(-1)
-    ids = jnp.where((ids >= 0) & (ids < experts), ids, experts)
+    chosen = (expert_ids >= 0) & (expert_ids < experts)
+    ids = jnp.where(chosen, expert_ids, experts).reshape(-1)
     order = jnp.argsort(ids, stable=True).astype(jnp.int32)
     counts = jnp.bincount(ids, length=experts + 1)[:experts].astype(jnp.int32)
     ends = jnp.cumsum(counts)
@@ -81,5 +81,6 @@ def long_expert_mlp(
 
     outputs = jnp.zeros((pairs, x.shape[1]), jnp.float32)
     outputs = jax.lax.fori_loop(0, experts // together, add, outputs)
-    outputs = outputs.reshape(tokens, top_k, -1) * expert_weights[..., None]
-    return jnp.sum(outputs, axis=1).astype(x.dtype)
+    # A choice of no expert contributes nothing, whatever its weight is.
+    shares = jnp.where(chosen, expert_weights, 0.0)
+    return jnp.sum(outputs.reshape(tokens, top_k, -1) * shares[..., None], axis=1).astype(x.dtype)

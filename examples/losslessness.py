@@ -1,4 +1,9 @@
-"""Compares the tokens of two decodes: equal, or different at a tie of the target's logits."""
+"""Compares the tokens of two decodes: equal, or different at a tie of the target's logits.
+
+Rounding may also decide a tie between experts: a router whose scores for the last expert taken and the first one
+left out are nearly equal takes the one or the other, and the logits then differ by more than rounding. Such a tie
+is not looked for here: it counts as a difference, and whoever sees one must look at the router's scores.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +27,7 @@ def first_difference(left: Sequence[int], right: Sequence[int]) -> int | None:
 
 
 def is_tie(target, prefix: Sequence[int], tokens: Sequence[int], dtype) -> bool:
-    """Whether the target's logits after `prefix` put all of `tokens` at the top but for rounding."""
+    """Whether the target's logits after `prefix` put all of `tokens` at the top but for rounding of the logits."""
     ids = jnp.asarray([prefix], jnp.int32)
     positions = jnp.arange(len(prefix), dtype=jnp.int32)[None]
     # The logits that the bound is meant for: a GPU's default for float32 is TF32.
@@ -39,7 +44,8 @@ def judge(
 ) -> str:
     """ "same", "tie" (they part where the target is undecided between just their tokens) or "different".
 
-    For greedy decodes: under sampling the logits alone decide nothing.
+    For greedy decodes: under sampling the logits alone decide nothing. Texts that part at a tie between
+    experts are "different" too, unless it happens to leave the logits a tie.
     """
     at = first_difference(baseline, tokens)
     if at is None:

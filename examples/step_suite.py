@@ -27,7 +27,6 @@ from ddtree_jax.budget import node_budgets
 from ddtree_jax.models.moe import expert_mlp
 
 _RESERVE = 8 * 10**9  # bytes kept for activations, logits and the programs
-_jit = functools.partial(jax.jit, compiler_options=compile_options())
 STAGES = ("projections", "verify_attn", "experts", "head", "rest")
 
 
@@ -135,13 +134,18 @@ def fitting_layers(config, settings: Settings) -> int:
         return min(config.num_hidden_layers, 4)
     drafter = step_model.drafter_config(settings.full, config.num_hidden_layers)
     fixed, each = step_model.layer_bytes(config)
-    rows = settings.batch * (max(settings.prefixes) + max(settings.nodes))
+    rows = settings.batch * cache_rows(settings, drafter.block_size)
     row = drafter.num_hidden_layers * 2 * drafter.num_key_value_heads * drafter.head_dim * 2
     free = stats["bytes_limit"] - _RESERVE - fixed - rows * row - step_model.drafter_bytes(drafter)
     most = int(free // (each + rows * 1152))
     if most < 1:
         raise ValueError(f"no mixture layer of {each / 1e9:.1f} GB fits the device")
     return min(config.num_hidden_layers, config.first_k_dense_replace + most)
+
+
+def cache_rows(settings: Settings, block_size: int) -> int:
+    """Rows of both caches: the longest prefix, and behind it the largest tree or the path of a whole block."""
+    return max(settings.prefixes) + max(*settings.nodes, block_size)
 
 
 def cost_curve(steps: list[Step], draft: float) -> CostCurve:
@@ -167,13 +171,23 @@ def _line(step: Step) -> str:
     return "".join(f"{cell:>24}" for cell in cells)
 
 
+def _jit(function, **options):
+    """`jax.jit` for XLA's best on this device, of which nothing is asked before the first call."""
+
+    @functools.cache
+    def jitted():
+        return jax.jit(function, compiler_options=compile_options(), **options)
+
+    return functools.wraps(function)(lambda *args, **kwargs: jitted()(*args, **kwargs))
+
+
 class _Bench:
     """One model and its programs; a program serves every prefix."""
 
     def __init__(self, target, drafter, settings: Settings, rates: Rates):
         self.target, self.drafter, self.settings, self.rates = target, drafter, settings, rates
         self.config = target.config
-        rows = max(settings.prefixes) + max(settings.nodes)
+        rows = cache_rows(settings, drafter.block_size)
         self.cache = target.init_cache(settings.batch, rows)
         # Copies, since all its arrays start as one: a buffer can be donated but once.
         self.draft_cache = jax.tree.map(jnp.copy, drafter.init_cache(settings.batch, rows))

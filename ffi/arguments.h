@@ -2,8 +2,9 @@
 #ifndef DDTREE_FFI_ARGUMENTS_H_
 #define DDTREE_FFI_ARGUMENTS_H_
 
-#include <initializer_list>
 #include <stdint.h>
+
+#include <initializer_list>
 
 #include "ffi/ddtree.h"
 
@@ -33,10 +34,21 @@ inline bool Array(const void* data, int64_t element_bytes, std::initializer_list
 
 inline bool Between(int64_t low, int64_t value, int64_t high) { return low <= value && value <= high; }
 
+// Limits on sizes that a kernel's block and its workspace query share.
+inline bool DraftTopkSizes(int64_t vocab, int64_t k) {
+  return Between(1, vocab, INT32_MAX) && Between(1, k, DDTREE_MAX_CANDIDATES) && k <= vocab;
+}
+inline bool VerifyAttnSizes(int64_t rows, int64_t nodes, int64_t heads) {
+  return Between(1, nodes, DDTREE_MAX_NODES) && nodes <= rows && heads >= 1;
+}
+inline bool ExpertMlpSizes(int64_t tokens, int64_t top_k, int64_t hidden, int64_t inner) {
+  return hidden % 32 == 0 && inner % 32 == 0 && Countable(16, {hidden}) && Countable(16, {inner}) &&
+         Countable(8, {tokens, top_k, inner}) && Countable(8, {tokens, top_k, hidden});
+}
+
 inline bool Sound(const ddtree_draft_topk_args& a) {
-  return Between(1, a.vocab, INT32_MAX) && Between(1, a.k, DDTREE_MAX_CANDIDATES) && a.k <= a.vocab &&
-         Array(a.logits, DtypeBytes(a.dtype), {a.rows, a.vocab}) && Array(a.log_probs, 4, {a.rows, a.k}) &&
-         Array(a.token_ids, 4, {a.rows, a.k});
+  return DraftTopkSizes(a.vocab, a.k) && Array(a.logits, DtypeBytes(a.dtype), {a.rows, a.vocab}) &&
+         Array(a.log_probs, 4, {a.rows, a.k}) && Array(a.token_ids, 4, {a.rows, a.k});
 }
 
 inline bool Sound(const ddtree_tree_build_args& a) {
@@ -57,7 +69,7 @@ inline bool Sound(const ddtree_tree_build_args& a) {
 
 inline bool Sound(const ddtree_verify_attn_args& a) {
   const int64_t bytes = DtypeBytes(a.dtype);
-  return a.layers >= 1 && Between(1, a.nodes, DDTREE_MAX_NODES) && a.nodes <= a.rows && a.heads >= 1 &&
+  return a.layers >= 1 && VerifyAttnSizes(a.rows, a.nodes, a.heads) &&
          Between(DDTREE_PATH_AUTO, a.path, DDTREE_PATH_HOPPER) &&
          Array(a.query, bytes, {a.batch, a.nodes, a.heads, DDTREE_ROW_DIM}) &&
          Array(a.out, bytes, {a.batch, a.nodes, a.heads, DDTREE_LATENT_DIM}) &&
@@ -91,12 +103,11 @@ inline bool Sound(const ddtree_commit_path_args& a) {
 
 inline bool Sound(const ddtree_expert_mlp_args& a) {
   const int64_t bytes = DtypeBytes(a.dtype), d = a.hidden, i = a.inner;
-  return d % 32 == 0 && i % 32 == 0 && Countable(16, {d}) && Countable(16, {i}) &&
-         Countable(8, {a.tokens, a.top_k, i}) && Countable(8, {a.tokens, a.top_k, d}) && Array(a.x, bytes, {a.tokens, d}) &&
-         Array(a.out, bytes, {a.tokens, d}) &&
-         Array(a.expert_ids, 4, {a.tokens, a.top_k}) && Array(a.expert_weights, 4, {a.tokens, a.top_k}) &&
-         Array(a.gate_up, 4, {a.experts, 2, i, d / 8}) && Array(a.gate_up_scale, 2, {a.experts, 2, i, d / 32}) &&
-         Array(a.down, 4, {a.experts, d, i / 8}) && Array(a.down_scale, 2, {a.experts, d, i / 32});
+  return ExpertMlpSizes(a.tokens, a.top_k, d, i) && Array(a.x, bytes, {a.tokens, d}) &&
+         Array(a.out, bytes, {a.tokens, d}) && Array(a.expert_ids, 4, {a.tokens, a.top_k}) &&
+         Array(a.expert_weights, 4, {a.tokens, a.top_k}) && Array(a.gate_up, 4, {a.experts, 2, i, d / 8}) &&
+         Array(a.gate_up_scale, 2, {a.experts, 2, i, d / 32}) && Array(a.down, 4, {a.experts, d, i / 8}) &&
+         Array(a.down_scale, 2, {a.experts, d, i / 32});
 }
 
 // A ddtree_status for a block, and for a share of it on the CPU: few enough that stepping by `tasks` cannot overflow.

@@ -15,7 +15,8 @@
 //   *_cpu(args, task, tasks)   does share `task` of `tasks` equal shares; call it for every task in 0..tasks-1, in any
 //                              order and on any threads. (args, 0, 1) does all of it. At most INT32_MAX tasks.
 //   *_workspace(...)           bytes of scratch that the CUDA entry point needs, aligned to 16; its contents need no
-//                              initialisation. 0 for sizes that are refused, and where the library has no CUDA.
+//                              initialisation. 0 for sizes that the entry point refuses or has nothing to do for, and
+//                              where the library has no CUDA.
 //
 // Blocks begin with the version of the ABI that the caller was compiled against, so that a library of another version
 // refuses them instead of misreading them. C++ fills it in; in C:
@@ -216,7 +217,7 @@ size_t ddtree_expert_mlp_workspace(int64_t tokens, int64_t top_k, int64_t expert
                                    int32_t dtype);
 int ddtree_expert_mlp_cpu(const ddtree_expert_mlp_args* args, int64_t task, int64_t tasks);  // fills `partial`
 int ddtree_expert_mlp_sum_cpu(const ddtree_expert_mlp_args* args);  // then, once: `partial` to `out`
-// At most 2048 experts; x, weights, scales and out at multiples of 16 bytes.
+// At most 2048 experts; x, gate_up, down, their scales and out at multiples of 16 bytes.
 int ddtree_expert_mlp_cuda(const ddtree_expert_mlp_args* args, void* stream);
 
 #undef DDTREE_ARGS_VERSION

@@ -35,6 +35,12 @@ def random_routing(rng, kind: str, tokens: int, top_k: int, experts: int):
     return ids
 
 
+def random_shares(rng, ids, experts: int):
+    """Weights f32[tokens, top_k]; NaN where no expert has the id, which nothing may see."""
+    shares = rng.random(ids.shape).astype(np.float32)
+    return np.where((ids >= 0) & (ids < experts), shares, np.float32(np.nan))
+
+
 def error_of(got, want) -> float:
     """The largest difference as a share of the largest wanted number."""
     return np.abs(np.asarray(got, np.float64) - want).max() / (np.abs(want).max() + 1e-30)
@@ -46,7 +52,7 @@ def check_expert_mlp(
     """Compares one random call with the oracle; returns its operands and what was wanted."""
     x = jnp.asarray(rng.normal(size=(tokens, hidden)), dtype)
     ids = random_routing(rng, kind, tokens, top_k, experts)
-    shares = rng.random((tokens, top_k)).astype(np.float32)
+    shares = random_shares(rng, ids, experts)
     weights = random_weights(rng, experts, hidden, inner)
     want = oracle(np.asarray(x, np.float64), ids, shares, *map(np.asarray, weights))
     got = expert_mlp(x, ids, shares, *weights, **options)

@@ -24,7 +24,11 @@ template <typename T>
 DDTREE_CLONES float Load(const T* x, int64_t count, float* tile) {
   for (int64_t i = 0; i < count; ++i) {
     float y;
-    if constexpr (sizeof(T) == 2) y = FromBf16(x[i]); else y = x[i];
+    if constexpr (sizeof(T) == 2) {
+      y = FromBf16(x[i]);
+    } else {
+      y = x[i];
+    }
     tile[i] = y == y ? y : -INFINITY;
   }
   float max = -INFINITY;
@@ -99,7 +103,8 @@ void Row(const T* logits, int64_t vocab, int64_t k, float* log_probs, int32_t* i
     }
   }
   std::partial_sort(pool, pool + k, pool + size, Before);
-  // float32 on purpose: logits a coarse step apart stay exactly that far apart, and paths that tie in the reference tie here.
+  // float32 on purpose: logits a coarse step apart stay exactly that far apart, and paths that tie in the reference do
+  // so here.
   const float normaliser = static_cast<float>(max + std::log(sum));
   for (int64_t j = 0; j < k; ++j) {
     log_probs[j] = std::isfinite(normaliser) ? std::min(pool[j].logit - normaliser, 0.0f) : -INFINITY;

@@ -1,8 +1,8 @@
-// Routed experts with packed int4 weights: each chosen expert's rows are unpacked a few at a time, once for all tokens that
-// chose it, or with AVX-512 in registers, once for every four of them.
+// Routed experts with packed int4 weights: each chosen expert's rows are unpacked a few at a time, once for all tokens
+// that chose it, or with AVX-512 in registers, once for every four of them.
 //
-// Tasks take disjoint experts and leave what each makes of each token in `partial`; a second pass weighs and sums that in
-// the order of the token's choices, so that its result depends on neither the other tokens nor the number of tasks.
+// Tasks take disjoint experts and leave what each makes of each token in `partial`; a second pass weighs and sums that
+// in the order of the token's choices, so that its result depends on neither the other tokens nor the number of tasks.
 #include <algorithm>
 #include <cmath>
 #include <new>
@@ -60,17 +60,19 @@ DDTREE_AVX512 inline __m128 Sum4(__m512 a, __m512 b, __m512 c, __m512 d) {
   const __m512 ab = _mm512_add_ps(_mm512_unpacklo_ps(a, b), _mm512_unpackhi_ps(a, b));
   const __m512 cd = _mm512_add_ps(_mm512_unpacklo_ps(c, d), _mm512_unpackhi_ps(c, d));
   const __m512d x = _mm512_castps_pd(ab), y = _mm512_castps_pd(cd);
-  const __m512 all = _mm512_add_ps(_mm512_castpd_ps(_mm512_unpacklo_pd(x, y)), _mm512_castpd_ps(_mm512_unpackhi_pd(x, y)));
+  const __m512 all =
+      _mm512_add_ps(_mm512_castpd_ps(_mm512_unpacklo_pd(x, y)), _mm512_castpd_ps(_mm512_unpackhi_pd(x, y)));
   const __m256 half = _mm256_add_ps(_mm512_castps512_ps256(all), _mm512_extractf32x8_ps(all, 1));
   return _mm_add_ps(_mm256_castps256_ps128(half), _mm256_extractf128_ps(half, 1));
 }
 
-// out[t][r] = rows[r] . x[t] for kRows packed rows and kTokens tokens, the weights never leaving registers. Sixteen cost
-// three instructions: two words are broadcast side by side, every lane shifts its own nibble down, and the nibble picks
-// q * scale out of a register of all sixteen. The weights then lie interleaved, word 0 in even lanes and word 1 in odd
-// ones, so the inputs are laid the same way once (`Interleave`).
+// out[t][r] = rows[r] . x[t] for kRows packed rows and kTokens tokens, the weights never leaving registers. Sixteen
+// cost three instructions: two words are broadcast side by side, every lane shifts its own nibble down, and the nibble
+// picks q * scale out of a register of all sixteen. The weights then lie interleaved, word 0 in even lanes and word 1
+// in odd ones, so the inputs are laid the same way once (`Interleave`).
 template <int kTokens>
-DDTREE_AVX512 void DotWide(const int32_t* words, const float* scales, int64_t inputs, const float* const* x, float* const* out) {
+DDTREE_AVX512 void DotWide(const int32_t* words, const float* scales, int64_t inputs, const float* const* x,
+                           float* const* out) {
   const __m512i shifts = _mm512_set_epi32(28, 28, 24, 24, 20, 20, 16, 16, 12, 12, 8, 8, 4, 4, 0, 0);
   const __m512 values = _mm512_set_ps(7, 6, 5, 4, 3, 2, 1, 0, -1, -2, -3, -4, -5, -6, -7, -8);
   const int64_t groups = inputs / kGroup;
@@ -103,10 +105,6 @@ constexpr bool kWide = false;
 template <int kTokens>
 void DotWide(const int32_t*, const float*, int64_t, const float* const*, float* const*) {}
 #endif
-
-DDTREE_CLONES void Widen(const uint16_t* x, int64_t count, float* out) {
-  for (int64_t i = 0; i < count; ++i) out[i] = FromBf16(x[i]);
-}
 
 // out[i][r] = rows[r] . x[i] for kRows packed rows and `count` tokens; `scratch` has room for the rows' weights.
 void Dots(const int32_t* words, const uint16_t* scales, int64_t inputs, const float* const* x, float* const* out,
@@ -170,10 +168,7 @@ void Run(const ddtree_expert_mlp_args& a, int64_t task, int64_t tasks, Scratch* 
   if (std::all_of(s->counts.begin(), s->counts.end(), [](int64_t count) { return count == 0; })) return;
   s->rows.resize(kRows * std::max(d, inner));
   s->x.resize(tokens * d);
-  const T* x = static_cast<const T*>(a.x);
-  for (int64_t i = 0; i < tokens * d; ++i) {
-    if constexpr (sizeof(T) == 2) s->x[i] = FromBf16(x[i]); else s->x[i] = x[i];
-  }
+  Widen(static_cast<const T*>(a.x), tokens * d, s->x.data());
   if (kWide) Interleave(s->x.data(), tokens * d);
   for (int64_t e = 0; e < a.experts; ++e) {
     if (s->counts[e] == 0) continue;
@@ -201,8 +196,8 @@ void Run(const ddtree_expert_mlp_args& a, int64_t task, int64_t tasks, Scratch* 
     for (int64_t r = 0; r < d; r += kRows) {
       const int64_t row = e * d + r;
       for (int64_t i = 0; i < count; ++i) s->to[i] = a.partial + s->pairs[i] * d + r;
-      Dots(a.down + row * (inner / 8), a.down_scale + row * (inner / kGroup), inner, s->from.data(), s->to.data(), count,
-           s->rows.data());
+      Dots(a.down + row * (inner / 8), a.down_scale + row * (inner / kGroup), inner, s->from.data(), s->to.data(),
+           count, s->rows.data());
     }
   }
 }
@@ -218,7 +213,11 @@ void Weigh(const ddtree_expert_mlp_args& a) {
         if (a.expert_ids[p] < 0 || a.expert_ids[p] >= a.experts) continue;
         total += a.expert_weights[p] * a.partial[p * d + i];
       }
-      if constexpr (sizeof(T) == 2) out[i] = ToBf16(total); else out[i] = total;
+      if constexpr (sizeof(T) == 2) {
+        out[i] = ToBf16(total);
+      } else {
+        out[i] = total;
+      }
     }
   }
 }

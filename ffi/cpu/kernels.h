@@ -2,14 +2,17 @@
 #ifndef DDTREE_FFI_CPU_KERNELS_H_
 #define DDTREE_FFI_CPU_KERNELS_H_
 
+#include <algorithm>
 #include <cmath>
 #include <cstdint>
 #include <cstring>
 
 #include "ffi/ddtree.h"
 
-// One build serves every x86-64: the loader picks the clone that the processor runs. AddressSanitizer is not up by then.
-#if defined(__x86_64__) && defined(__linux__) && defined(__GNUC__) && !defined(__clang__) && !defined(__SANITIZE_ADDRESS__)
+// One build serves every x86-64: the loader picks the clone that the processor runs, when AddressSanitizer is not up
+// yet.
+#if defined(__x86_64__) && defined(__linux__) && defined(__GNUC__) && !defined(__clang__) && \
+    !defined(__SANITIZE_ADDRESS__)
 #define DDTREE_CLONES __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
 #else
 #define DDTREE_CLONES
@@ -21,7 +24,7 @@ namespace ddtree {
 constexpr int64_t kLanes = 16;
 typedef float Vec __attribute__((vector_size(kLanes * 4), aligned(4), may_alias));
 
-// Rows of verify_attn's work item, of `rows` = nodes * heads in all: few rows are cut finer, so that threads can share them.
+// Rows of verify_attn's work item, of `rows` = nodes * heads in all: few are cut finer, so that threads can share them.
 inline int64_t VerifyAttnRows(int64_t rows) { return rows <= 16 ? 4 : rows <= 64 ? 8 : 16; }
 
 inline float FromBf16(uint16_t x) {
@@ -31,6 +34,12 @@ inline float FromBf16(uint16_t x) {
   return y;
 }
 
+// Numbers of either dtype as float32. Static: files would share an inline function's resolver, but not its clones.
+[[maybe_unused]] static DDTREE_CLONES void Widen(const uint16_t* x, int64_t count, float* out) {
+  for (int64_t i = 0; i < count; ++i) out[i] = FromBf16(x[i]);
+}
+inline void Widen(const float* x, int64_t count, float* out) { std::copy(x, x + count, out); }
+
 // Round to nearest even; NaN stays NaN.
 inline uint16_t ToBf16(float x) {
   uint32_t bits;
@@ -39,7 +48,8 @@ inline uint16_t ToBf16(float x) {
   return static_cast<uint16_t>((bits + 0x7fffu + ((bits >> 16) & 1)) >> 16);
 }
 
-// exp(x) for x <= 0 to float32 rounding (relative 2e-7): 2^n times a degree-6 polynomial, which vectorises where libm's does not.
+// exp(x) for x <= 0 to float32 rounding (relative 2e-7): 2^n times a degree-6 polynomial, which vectorises as libm's
+// does not.
 inline float Exp(float x) {
   x = x < -87.0f ? -87.0f : x;  // NaN passes through
   const float n = std::nearbyint(x * 1.44269504f);

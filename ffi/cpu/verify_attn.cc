@@ -1,9 +1,9 @@
 // Absorbed MLA attention of a tree's rows: an online softmax over tiles of the prefix, then over each row's ancestors.
 //
 // A work item is a few (node, head) rows of one request. Over the prefix, which all rows see, it forms small blocks
-// of scores and of the output in registers. The ancestors of a node are at most a path, so each row takes its own, listed:
-// what a row must not see is never read, and NaN there cannot reach it. The arithmetic of a row depends on neither the
-// other rows nor the number of tasks.
+// of scores and of the output in registers. The ancestors of a node are at most a path, so each row takes its own,
+// listed: what a row must not see is never read, and NaN there cannot reach it. The arithmetic of a row depends on
+// neither the other rows nor the number of tasks.
 #include <algorithm>
 #include <cmath>
 
@@ -19,8 +19,8 @@ namespace ddtree {
 namespace {
 
 constexpr int64_t kRow = DDTREE_ROW_DIM, kLatent = DDTREE_LATENT_DIM;
-constexpr int64_t kKeys = 16;       // keys a tile: 36 KB, which stay in the first-level cache for all rows of an item
-constexpr int64_t kMaxRows = 16;    // rows an item
+constexpr int64_t kKeys = 16;     // keys a tile: 36 KB, which stay in the first-level cache for all rows of an item
+constexpr int64_t kMaxRows = 16;  // rows an item
 
 // Blocks of scores and of the output are as large as the registers hold: 32 of 16 floats, or 16 of 8. The vector types
 // are members because a template argument would lose their attributes.
@@ -77,13 +77,6 @@ struct alignas(64) Item {
   float max[kMaxRows], sum[kMaxRows];
   int64_t path[DDTREE_MAX_NODES];  // a row's ancestors
 };
-
-DDTREE_CLONES void Widen(const uint16_t* x, int64_t count, float* y) {
-  for (int64_t i = 0; i < count; ++i) {
-    const uint32_t bits = static_cast<uint32_t>(x[i]) << 16;
-    std::memcpy(y + i, &bits, 4);
-  }
-}
 
 // scores[r, k] = scale * query[r] . keys[k] for rows in blocks, of which `rows` is a multiple; -inf past `count`.
 template <typename Registers, int kBlock>
@@ -149,7 +142,8 @@ DDTREE_CLONES void Mix(const float* weights, int64_t rows, const float* const* k
     for (int64_t d = 0; d < kLatent; d += kBlock * kStep) {
       V acc[kRowBlock][kBlock];
       for (int i = 0; i < kRowBlock; ++i) {
-        for (int j = 0; j < kBlock; ++j) acc[i][j] = *reinterpret_cast<const V*>(out + (r + i) * kLatent + d + j * kStep);
+        const float* from = out + (r + i) * kLatent + d;
+        for (int j = 0; j < kBlock; ++j) acc[i][j] = *reinterpret_cast<const V*>(from + j * kStep);
       }
       for (int64_t k = 0; k < count; ++k) {
         V v[kBlock];
@@ -167,8 +161,8 @@ DDTREE_CLONES void Mix(const float* weights, int64_t rows, const float* const* k
 
 // One online-softmax step of `rows` rows, a multiple of kRowBlock, over `count` keys.
 template <int kRowBlock>
-void Attend(const float* query, int64_t rows, const float* const* keys, int64_t count, float scale, float* scores, float* max,
-            float* sum, float* out) {
+void Attend(const float* query, int64_t rows, const float* const* keys, int64_t count, float scale, float* scores,
+            float* max, float* sum, float* out) {
   constexpr int kNarrowRows = kRowBlock < 2 ? kRowBlock : 2;
   const bool wide = HasWideRegisters();
   (wide ? Scores<Wide, kRowBlock> : Scores<Narrow, kNarrowRows>)(query, rows, keys, count, scale, scores);
@@ -190,7 +184,11 @@ const float* Key(const T* cache, int64_t index, float* tile) {
 template <typename T>
 void Store(const float* x, float factor, T* y) {
   for (int64_t d = 0; d < kLatent; ++d) {
-    if constexpr (sizeof(T) == 2) y[d] = ToBf16(x[d] * factor); else y[d] = x[d] * factor;
+    if constexpr (sizeof(T) == 2) {
+      y[d] = ToBf16(x[d] * factor);
+    } else {
+      y[d] = x[d] * factor;
+    }
   }
 }
 
@@ -213,9 +211,7 @@ void Run(const ddtree_verify_attn_args& a, int64_t b, int64_t first, int64_t row
   if (live == 0) return;
   const int64_t padded = (live + 3) / 4 * 4;
   std::fill(item->query, item->query + padded * kRow, 0.0f);
-  for (int64_t i = 0; i < live * kRow; ++i) {
-    if constexpr (sizeof(T) == 2) item->query[i] = FromBf16(query[i]); else item->query[i] = query[i];
-  }
+  Widen(query, live * kRow, item->query);
   std::fill(item->out, item->out + padded * kLatent, 0.0f);
   std::fill(item->max, item->max + padded, -INFINITY);
   std::fill(item->sum, item->sum + padded, 0.0f);

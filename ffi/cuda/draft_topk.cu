@@ -446,21 +446,25 @@ int launch_typed(const ddtree_draft_topk_args& args, cudaStream_t stream) {
   return aligned ? launch<T, true>(args, stream) : launch<T, false>(args, stream);
 }
 
+// Whether the kernels serve these sizes. A row has one block where rows are many: a grid never has more than
+// max(rows, kScanBlocks).
+bool served(int64_t rows, int64_t vocab, int64_t k) {
+  return ddtree::DraftTopkSizes(vocab, k) && vocab <= kMaxVocab && ddtree::Between(0, rows, INT32_MAX);
+}
+
 }  // namespace
 
-size_t ddtree_draft_topk_workspace(int64_t rows, int64_t vocab, int64_t) {
-  if (rows < 1 || rows > INT32_MAX || vocab < 1 || vocab > kMaxVocab) return 0;
+size_t ddtree_draft_topk_workspace(int64_t rows, int64_t vocab, int64_t k) {
+  if (!served(rows, vocab, k)) return 0;
   const Plan p = plan(rows, vocab);
   return static_cast<size_t>(rows) * (p.splits * sizeof(Partial) + p.groups * sizeof(uint32_t));
 }
 
 int ddtree_draft_topk_cuda(const ddtree_draft_topk_args* args, void* stream) {
   if (const int status = ddtree::Check(args); status != DDTREE_OK) return status;
-  if (args->vocab > kMaxVocab) return DDTREE_INVALID_ARGUMENT;
+  if (!served(args->rows, args->vocab, args->k)) return DDTREE_INVALID_ARGUMENT;
   if (args->rows == 0) return DDTREE_OK;
-  const Plan p = plan(args->rows, args->vocab);
-  if (args->rows > INT32_MAX / p.splits ||
-      !ddtree::has_workspace(args->workspace, args->workspace_bytes,
+  if (!ddtree::has_workspace(args->workspace, args->workspace_bytes,
                              ddtree_draft_topk_workspace(args->rows, args->vocab, args->k))) {
     return DDTREE_INVALID_ARGUMENT;
   }

@@ -515,13 +515,24 @@ int launch_products(const Problem& p, int64_t chunks, int processors, cudaStream
   return status != DDTREE_OK ? status : launch_product<kTiles, false>(p, chunks, processors, stream);
 }
 
+// Whether the kernels serve these sizes: indices of tokens, pairs, tasks and an expert's rows are 32-bit, and so are
+// grids.
+bool served(int64_t tokens, int64_t top_k, int64_t experts, int64_t hidden, int64_t inner, int32_t dtype) {
+  if (ddtree::DtypeBytes(dtype) == 0 || !ddtree::ExpertMlpSizes(tokens, top_k, hidden, inner) ||
+      !ddtree::Between(0, experts, kMaxExperts)) {
+    return false;
+  }
+  const int64_t widest = std::max(hidden, 2 * inner);
+  if (tokens > INT32_MAX || tokens * top_k > INT32_MAX / 64 || widest > INT32_MAX / 64) return false;
+  const Plan plan(tokens, top_k, experts, hidden, inner, dtype);
+  return ceil_div(tokens * hidden, kThreads) < INT32_MAX && plan.chunks * ceil_div(widest, kRows) <= INT32_MAX / 2;
+}
+
 }  // namespace
 
 size_t ddtree_expert_mlp_workspace(int64_t tokens, int64_t top_k, int64_t experts, int64_t hidden, int64_t inner,
                                    int32_t dtype) {
-  if (!ddtree::Countable(8, {tokens, top_k, hidden}) || !ddtree::Countable(8, {tokens, top_k, inner}) || experts < 0) {
-    return 0;
-  }
+  if (tokens == 0 || hidden == 0 || !served(tokens, top_k, experts, hidden, inner, dtype)) return 0;
   return static_cast<size_t>(Plan(tokens, top_k, experts, hidden, inner, dtype).bytes);
 }
 
@@ -529,18 +540,13 @@ int ddtree_expert_mlp_cuda(const ddtree_expert_mlp_args* args, void* stream) {
   if (const int status = ddtree::Check(args); status != DDTREE_OK) return status;
   const int64_t tokens = args->tokens, top_k = args->top_k, experts = args->experts;
   const int64_t hidden = args->hidden, inner = args->inner;
-  if (experts > kMaxExperts || !ddtree::aligned({args->x, args->gate_up, args->gate_up_scale, args->down,
-                                                 args->down_scale, args->out})) {
+  if (!served(tokens, top_k, experts, hidden, inner, args->dtype) ||
+      !ddtree::aligned({args->x, args->gate_up, args->gate_up_scale, args->down, args->down_scale, args->out})) {
     return DDTREE_INVALID_ARGUMENT;
   }
   if (tokens == 0 || hidden == 0) return DDTREE_OK;
   const Plan plan(tokens, top_k, experts, hidden, inner, args->dtype);
-  // Indices of pairs, tasks and an expert's rows are 32-bit.
-  const int64_t widest = std::max(hidden, 2 * inner);
-  if (!ddtree::has_workspace(args->workspace, args->workspace_bytes, plan.bytes) || plan.pairs > INT32_MAX / 64 ||
-      widest > INT32_MAX / 64 || plan.chunks * ceil_div(widest, kRows) > INT32_MAX / 2) {
-    return DDTREE_INVALID_ARGUMENT;
-  }
+  if (!ddtree::has_workspace(args->workspace, args->workspace_bytes, plan.bytes)) return DDTREE_INVALID_ARGUMENT;
   int device = 0, processors = 0;
   if (cudaGetDevice(&device) != cudaSuccess ||
       cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device) != cudaSuccess) {

@@ -613,25 +613,30 @@ int64_t max_blocks(int64_t batch, int64_t rows, int64_t nodes, int64_t heads) {
   return std::min<int64_t>(ddtree::ceil_div(max_steps(batch, rows, nodes, heads), kMinRun), kMaxBlocks);
 }
 
+// Whether the kernels serve these sizes in some number of layers: what they count in 32 bits must fit.
+bool served(int64_t batch, int64_t rows, int64_t nodes, int64_t heads, int32_t dtype) {
+  const int64_t bytes = ddtree::DtypeBytes(dtype);
+  return ddtree::VerifyAttnSizes(rows, nodes, heads) && ddtree::Between(0, batch, INT32_MAX) &&
+         rows <= INT32_MAX - kChunk && heads <= INT32_MAX / nodes && nodes * heads * batch <= INT32_MAX &&
+         ddtree::Countable(bytes, {batch, rows, DDTREE_ROW_DIM}) &&
+         max_steps(batch, rows, nodes, heads) <= kMostSteps;
+}
+
 }  // namespace
 
 size_t ddtree_verify_attn_workspace(int64_t batch, int64_t rows, int64_t nodes, int64_t heads, int32_t dtype) {
-  if (dtype != DDTREE_BF16 || batch < 1 || rows < 1 || nodes < 1 || heads < 1 ||
-      !ddtree::Countable(1, {batch, rows, nodes, heads})) {
-    return 0;
-  }
+  if (dtype != DDTREE_BF16 || !served(batch, rows, nodes, heads, dtype)) return 0;
   return static_cast<size_t>(kBlockParts * max_blocks(batch, rows, nodes, heads)) * kPartFloats * sizeof(float) +
          static_cast<size_t>(2 + batch) * sizeof(int);
 }
 
 int ddtree_verify_attn_cuda(const ddtree_verify_attn_args* args, void* stream) {
   if (const int status = ddtree::Check(args); status != DDTREE_OK) return status;
-  const int64_t all_rows = args->batch * args->nodes * args->heads;
-  if (args->layers > INT32_MAX || args->batch > INT32_MAX || args->nodes * args->heads > INT32_MAX ||
-      args->rows > INT32_MAX - kChunk || all_rows > INT32_MAX ||
-      max_steps(args->batch, args->rows, args->nodes, args->heads) > kMostSteps || !ddtree::aligned({args->query, args->cache, args->out})) {
+  if (args->layers > INT32_MAX || !served(args->batch, args->rows, args->nodes, args->heads, args->dtype) ||
+      !ddtree::aligned({args->query, args->cache, args->out})) {
     return DDTREE_INVALID_ARGUMENT;
   }
+  const int64_t all_rows = args->batch * args->nodes * args->heads;
   if (all_rows == 0) return DDTREE_OK;
   const auto cuda_stream = static_cast<cudaStream_t>(stream);
   const int layers = static_cast<int>(args->layers), batch = static_cast<int>(args->batch);

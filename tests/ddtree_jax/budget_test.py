@@ -100,6 +100,12 @@ def test_drafts_that_do_not_pay_become_rare(rng):
     jax.effects_barrier()
     assert result.rounds.tolist() == [30] and len(calls) == 5
 
+    calls.clear()
+    none = dataclasses.replace(config, budget=0)
+    result = decode(target, drafter, np.int32([[1, 2]]), np.int32([2]), config=none)
+    jax.effects_barrier()
+    assert result.rounds.tolist() == [30] and not calls
+
 
 @pytest.mark.parametrize("nodes", [1, 32, 33])
 def test_first_nodes_are_the_tree_of_that_budget(rng, nodes):
@@ -187,6 +193,14 @@ def test_curves_are_read_and_checked(tmp_path):
             CostCurve(*wrong)
     with pytest.raises(ValueError, match="CostCurve"):
         DecodeConfig(cost_curve=(1, 2))
+    for nodes, remedy in (((1,), "measure one"), ((1, 34, 40), "raise budget to 33, measure one")):
+        few = CostCurve(nodes, (1.0,) * len(nodes))
+        with pytest.raises(ValueError, match=r"no size in 2 \.\. 33, .* verified: " + remedy):
+            DecodeConfig(cost_curve=few, budget=32)
+        # Where nothing is drafted, or the curve is not asked, there is nothing to refuse.
+        for options in (dict(budget=0), dict(budget=32, mode="ar"), dict(budget=32, mode="chain")):
+            assert DecodeConfig(cost_curve=few, **options).cost_curve == few
+    assert DecodeConfig(cost_curve=CostCurve((1, 33), (1.0, 1.0)), budget=32).budget == 32
     with pytest.raises(ValueError, match="num_nodes"):
         node_budgets(np.zeros((2, 3), np.float32), np.zeros((3,), np.int32), curve)
     roots_alone = node_budgets(np.zeros((2, 1), np.float32), np.int32([1, 0]), curve)

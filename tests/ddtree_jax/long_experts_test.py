@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from expert_checks import KINDS, error_of, random_routing, random_weights
+from expert_checks import KINDS, error_of, random_routing, random_shares, random_weights
 
 from ddtree_jax.long_experts import long_expert_mlp
 from ddtree_jax.reference.expert_mlp import expert_mlp as oracle
@@ -18,7 +18,7 @@ def test_equals_the_oracle(rng, kind, dtype):
     tokens, experts, hidden, inner, top_k = 70, 6, 96, 64, 3
     x = jnp.asarray(rng.normal(size=(tokens, hidden)), dtype)
     ids = random_routing(rng, kind, tokens, top_k, experts)
-    shares = rng.random((tokens, top_k)).astype(np.float32)
+    shares = random_shares(rng, ids, experts)
     weights = random_weights(rng, experts, hidden, inner)
     want = oracle(np.asarray(x, np.float64), ids, shares, *map(np.asarray, weights))
     together = int(rng.choice([1, 4, 32]))  # 1, 3 and all 6 in a turn of the loop

@@ -34,9 +34,25 @@ def test_tree_build(rng, budget, keep_spine):
     )
 
 
+@pytest.mark.parametrize("path", _clib.PATHS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_verify_attn(rng, dtype):
-    checks.check_verify_attn(rng, "cpu", dtype, batch=2, budget=32, heads=3, rows=90)
+def test_verify_attn(rng, dtype, path):
+    sizes = dict(batch=2, budget=32, heads=3, rows=90)
+    checks.check_verify_attn(rng, "cpu", dtype, **sizes, path=path)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_verify_attn_has_one_path_on_the_cpu(rng, dtype):
+    shape, batch = (2, 9, 3, 576), 2
+    query = checks.to_torch(rng.standard_normal(shape).astype(dtype))
+    cache = checks.to_torch(rng.standard_normal((1, batch, 40, 576)).astype(dtype))
+    lengths = checks.to_torch(rng.integers(0, 32, batch, dtype=np.int32))
+    operands = query, cache, lengths, _tree(batch, budget=8)
+    plain = bridge.verify_attn(*operands, scale=0.07, layer=0)
+    assert plain.isfinite().all() and plain.any()
+    for path in _clib.PATHS:
+        got = bridge.verify_attn(*operands, scale=0.07, layer=0, path=path)
+        checks.assert_same_bits(got, plain, path)
 
 
 @pytest.mark.parametrize("stop_tokens", [(), (3, 7)])
@@ -144,6 +160,18 @@ _LENGTHS = torch.zeros(2, dtype=torch.int32)
                 layer=0,
             ),
             "cache holds 4 rows, fewer than the tree's 5 nodes",
+        ),
+        (
+            lambda: bridge.verify_attn(
+                torch.zeros(2, 5, 1, 576),
+                _CACHE,
+                _LENGTHS,
+                _tree(),
+                scale=1,
+                layer=0,
+                path="fastest",
+            ),
+            "path must be one of auto, portable, hopper, not 'fastest'",
         ),
         (
             lambda: bridge.append_latents(_CACHE, torch.zeros(2, 1, 3), _LENGTHS, layer=0),

@@ -1,5 +1,7 @@
 """The step suite: sizes and floors by the published model's arithmetic, and one run at toy sizes."""
 
+import dataclasses
+import importlib
 import json
 import os
 import pathlib
@@ -7,6 +9,7 @@ import subprocess
 import sys
 import types
 
+import compile_options
 import numpy as np
 import pytest
 import quick_compile
@@ -46,6 +49,24 @@ def test_floors(monkeypatch):
     assert step_floors.attention(1, 8192, 17, 64, _RATES) == pytest.approx(work / 7.2e14 * 1e6)
     short = step_floors.attention(1, 8192, 1, 1, _RATES)
     assert short == pytest.approx(8193 * 1152 / 4.42e12 * 1e6)
+
+
+def test_importing_asks_no_device(monkeypatch):
+    def ask():
+        raise AssertionError("asked")
+
+    monkeypatch.setattr(compile_options, "compile_options", ask)
+    monkeypatch.delitem(sys.modules, "step_suite")
+    fresh = importlib.import_module("step_suite")
+    with pytest.raises(AssertionError, match="asked"):
+        fresh._head(None, None)
+
+
+def test_caches_have_room_for_a_tree_and_for_a_block():
+    settings = step_suite.Settings(True, None, (1, 4), (32, 16), 2, 1)
+    assert step_suite.cache_rows(settings, 8) == 40
+    settings = dataclasses.replace(settings, nodes=(1, 17))
+    assert step_suite.cache_rows(settings, 8) == 49
 
 
 def test_a_curve_never_falls():

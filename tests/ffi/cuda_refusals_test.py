@@ -1,114 +1,162 @@
-"""The CUDA entry points refuse bad blocks before they touch a device: no GPU is needed to see it."""
+"""The CUDA entry points refuse bad blocks before they touch a device: no GPU is needed to see it.
+
+Beside every refused block stands one that differs in the refused field alone and passes the checks.
+"""
 
 import ctypes
 
+import cuda_calls
 import pytest
+from cuda_calls import INVALID, LAUNCH_FAILED, NO_CUDA, OK, SIZES, WRONG_VERSION
 
 from ddtree_jax import _clib
 
-INVALID, WRONG_VERSION, NO_CUDA = 1, 3, 4
-
-#: Sound sizes of each kernel.
-SIZES = {
-    "draft_topk": dict(rows=2, vocab=3000, k=4),
-    "tree_build": dict(batch=1, depth=2, k=3, budget=4),
-    "verify_attn": dict(layers=1, batch=1, rows=9, nodes=3, heads=2, dtype=_clib.BF16),
-    "append_latents": dict(layers=1, batch=1, rows=4, nodes=2, width=3),
-    "tree_accept": dict(batch=1, max_nodes=4, depth=2, num_stops=1),
-    "commit_path": dict(layers=1, batch=1, rows=4, width=3, path=2),
-    "expert_mlp": dict(tokens=1, top_k=1, experts=2, hidden=32, inner=32, dtype=_clib.BF16),
-}
-#: One step over each limit.
+#: A size at its limit and one step over it, with what else must change.
 LIMITS = [
-    ("draft_topk", dict(k=257)),
-    ("draft_topk", dict(k=0)),
-    ("draft_topk", dict(vocab=3)),
-    ("draft_topk", dict(vocab=(1 << 22) + 1)),
-    ("tree_build", dict(budget=257)),
-    ("tree_build", dict(depth=32)),
-    ("tree_build", dict(k=257)),
-    ("verify_attn", dict(nodes=258, rows=999)),
-    ("verify_attn", dict(nodes=10)),
-    ("verify_attn", dict(heads=0)),
-    ("verify_attn", dict(layers=0)),
-    ("verify_attn", dict(path=3)),
-    ("verify_attn", dict(path=-1)),
-    ("append_latents", dict(width=0)),
-    ("tree_accept", dict(max_nodes=258)),
-    ("commit_path", dict(width=0)),
-    ("expert_mlp", dict(hidden=48)),
-    ("expert_mlp", dict(inner=16)),
-    ("expert_mlp", dict(experts=2049)),
+    ("draft_topk", "k", 256, 257, {}),
+    ("draft_topk", "k", 1, 0, {}),
+    ("draft_topk", "vocab", 4, 3, {}),
+    ("draft_topk", "vocab", 1 << 22, (1 << 22) + 1, {}),
+    ("draft_topk", "rows", 2**31 - 1, 2**31, {}),
+    ("tree_build", "budget", 256, 257, {}),
+    ("tree_build", "depth", 31, 32, {}),
+    ("tree_build", "k", 256, 257, {}),
+    ("tree_build", "batch", 2**31 - 1, 2**31, {}),
+    ("verify_attn", "nodes", 257, 258, dict(rows=999)),
+    ("verify_attn", "nodes", 9, 10, {}),
+    ("verify_attn", "nodes", 1, 0, {}),
+    ("verify_attn", "heads", 1, 0, {}),
+    ("verify_attn", "layers", 1, 0, {}),
+    ("verify_attn", "path", 2, 3, {}),
+    ("verify_attn", "path", 0, -1, {}),
+    ("append_latents", "width", 1, 0, {}),
+    ("append_latents", "width", 2**29 - 1, 2**29, {}),
+    ("tree_accept", "max_nodes", 257, 258, {}),
+    ("tree_accept", "max_nodes", 1, 0, {}),
+    ("tree_accept", "batch", 2**31 - 1, 2**31, {}),
+    ("commit_path", "width", 1, 0, {}),
+    ("commit_path", "path", 2**31 - 1, 2**31, {}),
+    ("expert_mlp", "hidden", 64, 48, {}),
+    ("expert_mlp", "inner", 32, 16, {}),
+    ("expert_mlp", "experts", 2048, 2049, {}),
 ]
+#: Arrays that kernels read or write 16 bytes at a time; the others need lie at multiples of their elements.
+ALIGNED = {
+    "verify_attn": {"query", "cache", "out"},
+    "expert_mlp": {"x", "gate_up", "gate_up_scale", "down", "down_scale", "out"},
+}
 
 
-def _block(name, address):
-    """A block that is sound but for its addresses, which lead to the host: no call of it may be accepted."""
-    block = _clib.BLOCKS[name](abi_version=_clib.ABI_VERSION, **SIZES[name])
-    for field, kind in block._fields_:
-        if kind is ctypes.c_void_p:
-            setattr(block, field, address)
-    return block
-
-
-def _status(name, block):
-    return getattr(_clib.library(), f"ddtree_{name}_cuda")(ctypes.byref(block), None)
-
-
-@pytest.fixture
-def address():
-    held = ctypes.create_string_buffer(1 << 16)
-    start = ctypes.addressof(held)
-    yield start + -start % 16
-
-
-@pytest.fixture(autouse=True)
-def _needs_cuda(address):
-    block = _block("tree_build", address)
-    block.abi_version = 0
-    if _status("tree_build", block) == NO_CUDA:
+@pytest.fixture(scope="module")
+def call():
+    if cuda_calls.status_of_null("tree_build") == NO_CUDA:
         pytest.skip("the library was built without CUDA")
+    with cuda_calls.without_gpu() as call:
+        yield call
+
+
+@pytest.fixture(scope="module")
+def status(call):
+    return lambda name, **changes: call(cuda_calls.status, name, **changes)
 
 
 @pytest.mark.parametrize("name", SIZES)
-def test_versions_pointers_sizes_and_dtypes(name, address):
-    block = _block(name, address)
-    block.abi_version += 1
-    assert _status(name, block) == WRONG_VERSION
-    assert getattr(_clib.library(), f"ddtree_{name}_cuda")(None, None) == INVALID
-    for field, kind in block._fields_:
-        bad = []
-        if kind is ctypes.c_void_p and field != "workspace":
-            bad = [None, address + 1] if field != "finished" else [None]
-        elif kind is ctypes.c_int64:
-            bad = [-1, -(2**63), 2**62, 2**63 - 1]
+def test_versions_sizes_and_dtypes(name, call, status):
+    assert status(name) == LAUNCH_FAILED
+    assert status(name, abi_version=_clib.ABI_VERSION + 1) == WRONG_VERSION
+    assert call(cuda_calls.status_of_null, name) == INVALID
+    for field, kind in _clib.BLOCKS[name]._fields_:
+        if kind is ctypes.c_int64:
+            for value in (-1, -(2**63), 2**62, 2**63 - 1):
+                assert status(name, **{field: value}) == INVALID, (field, value)
         elif field == "dtype":
-            bad = [-1, 2]
-        for value in bad:
-            block = _block(name, address)
-            setattr(block, field, value)
-            assert _status(name, block) == INVALID, (field, value)
+            assert status(name, dtype=_clib.F32) == status(name, dtype=_clib.BF16) == LAUNCH_FAILED
+            assert status(name, dtype=-1) == status(name, dtype=2) == INVALID
 
 
-@pytest.mark.parametrize("name, change", LIMITS, ids=str)
-def test_limits(name, change, address):
-    block = _block(name, address)
-    for field, value in change.items():
-        setattr(block, field, value)
-    assert _status(name, block) == INVALID
+@pytest.mark.parametrize("name", SIZES)
+def test_pointers(name, status):
+    for field in cuda_calls.pointers(name):
+        assert status(name, **{field: None}) == INVALID, field
+        aligned = 16 if field in ALIGNED.get(name, ()) else 1 if field == "finished" else 4
+        assert status(name, **{field: aligned}) == LAUNCH_FAILED, field
+        for less in {1, aligned // 2} - {0, aligned}:
+            assert status(name, **{field: less}) == INVALID, (field, less)
 
 
-@pytest.mark.parametrize("name", ["draft_topk", "verify_attn"])
-def test_workspaces(name, address):
-    sizes = dict(SIZES[name])
-    if name == "verify_attn":
-        sizes = [sizes[field] for field in ("batch", "rows", "nodes", "heads", "dtype")]
-    else:
-        sizes = list(sizes.values())
-    query = getattr(_clib.library(), f"ddtree_{name}_workspace")
-    needed = query(*sizes)
-    assert needed > 0 and query(-1, *sizes[1:]) == 0
-    for there, size in ((address, needed - 1), (None, needed), (address + 4, needed)):
-        block = _block(name, address)
-        block.workspace, block.workspace_bytes = there, size
-        assert _status(name, block) == INVALID
+def test_arrays_without_elements_may_be_null(status):
+    for name in SIZES:
+        empty = {"draft_topk": "rows", "expert_mlp": "tokens"}.get(name, "batch")
+        needed = {"layer", "stop_tokens", "gate_up", "gate_up_scale", "down", "down_scale"}
+        null = dict.fromkeys(set(cuda_calls.pointers(name)) - needed)
+        assert status(name, **null, **{empty: 0}) == OK, name
+        assert status(name, **null) == INVALID, name
+
+
+@pytest.mark.parametrize("name, field, most, over, rest", LIMITS, ids=str)
+def test_limits(name, field, most, over, rest, status):
+    assert status(name, **{field: most}, **rest) == LAUNCH_FAILED
+    assert status(name, **{field: over}, **rest) == INVALID
+
+
+@pytest.mark.parametrize("name", ["draft_topk", "verify_attn", "expert_mlp"])
+def test_workspaces(name, status):
+    needed = cuda_calls.workspace(name, SIZES[name])
+    assert needed > 0
+    assert status(name, workspace_bytes=needed) == LAUNCH_FAILED
+    assert status(name, workspace=16, workspace_bytes=needed) == LAUNCH_FAILED
+    for change in (dict(workspace_bytes=needed - 1), dict(workspace=None), dict(workspace=8)):
+        assert status(name, **{"workspace_bytes": needed, **change}) == INVALID, change
+
+
+#: Sizes at and beyond limits, from which random ones are drawn; the first three of each are served.
+EDGES = {
+    "draft_topk": dict(
+        rows=[0, 1, 77, 4097, 2**31 - 1, 2**31, 2**62, -1],
+        vocab=[1, 255, 3000, 2**22, 2**22 + 1, 2**31, 0, -1],
+        k=[1, 4, 255, 256, 257, 0, -1],
+    ),
+    "tree_build": dict(
+        batch=[0, 3, 7, -1], depth=[0, 7, 31, 32], k=[1, 4, 256, 257], budget=[0, 9, 256, 257]
+    ),
+    "verify_attn": dict(
+        batch=[0, 1, 5, 2**22, 2**31 - 1, 2**31, 2**62, -1],
+        rows=[1, 300, 10**5, 2**31 - 129, 2**31 - 128, 2**62, 0, -1],
+        nodes=[1, 16, 257, 258, 0, -1],
+        heads=[1, 64, 2**20, 2**31 - 1, 2**31, 2**62, 0, -1],
+        dtype=[_clib.BF16, _clib.BF16, _clib.F32, 2, -1],
+    ),
+    "expert_mlp": dict(
+        tokens=[0, 1, 9, 2**22, 2**25, 2**31 - 1, 2**31, 2**62, -1],
+        top_k=[0, 1, 8, 2**25 - 1, 2**25, 2**62, -1],
+        experts=[0, 1, 384, 2048, 2049, 2**62, -1],
+        hidden=[0, 32, 7168, 2**20, 2**25 - 32, 2**25, 2**58, 48, -32],
+        inner=[0, 32, 2048, 2**24 - 32, 2**24, 2**58, 16, -32],
+        dtype=[_clib.BF16, _clib.F32, 2],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", EDGES)
+def test_the_query_is_right_for_whatever_the_call_takes(name, rng, call, status):
+    """Not a byte less does, none is asked for in vain, and 0 is the answer for all that is refused."""
+    refused = needing = 0
+    for _ in range(400):
+        # Few odd ones together: one that is refused hides whether another is.
+        sizes = {
+            field: int(rng.choice(edges if rng.random() < 0.2 else edges[:3]))
+            for field, edges in EDGES[name].items()
+        }
+        needed = call(cuda_calls.workspace, name, sizes)
+        if status(name, **sizes, workspace_bytes=2**63) == INVALID:
+            refused += 1
+            assert needed == 0, sizes
+        elif needed == 0:
+            none = dict(workspace=None, workspace_bytes=0)
+            assert status(name, **sizes, **none) in (OK, LAUNCH_FAILED), sizes
+        else:
+            needing += 1
+            assert status(name, **sizes, workspace_bytes=needed) == LAUNCH_FAILED, sizes
+            assert status(name, **sizes, workspace_bytes=needed - 1) == INVALID, sizes
+    print(name, "refused", refused, "needing", needing)
+    assert refused > 20 and (needing > 20 or name == "tree_build")

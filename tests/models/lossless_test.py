@@ -1,5 +1,7 @@
 """Random targets and drafters in float32: the three modes emit the same tokens, ties counted."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,10 +11,12 @@ from losslessness import first_difference, judge
 from routing import CLEAR, routing_margin
 from tiny_models import random_drafter, random_target
 
-from ddtree_jax import DecodeConfig, ddtree_decode
+from ddtree_jax import CostCurve, DecodeConfig, FinishReason, ddtree_decode
+from ddtree_jax.decode import draft_tree
 
 decode = jax.jit(ddtree_decode, static_argnames="config")
 quick_decode = quick_compile.jit(ddtree_decode, static_argnames="config")
+draft = jax.jit(draft_tree, static_argnames="config")
 _NEW = 24
 # Few tokens, so that a drafter that knows nothing is right now and then.
 _SMALL = {"vocab_size": 12, "eos_token_id": 3}
@@ -28,6 +32,20 @@ def _continuations(result, lengths):
     # Of a JAX array every slice of another length would be compiled.
     tokens, ends = np.asarray(result.tokens), np.asarray(result.lengths)
     return [tokens[b, n : ends[b]].tolist() for b, n in enumerate(lengths)]
+
+
+def _ties(target, tokens, lengths, plain, texts):
+    """How many texts part from the plain ones, which only ties may make them do: of logits or of experts."""
+    ties = 0
+    for row, length, one, other in zip(tokens, lengths, plain, texts, strict=True):
+        prompt = row[:length].tolist()
+        verdict = judge(target, prompt, one, other, jnp.float32)
+        if verdict == "different":
+            # Experts that rounding chose differ by more than a tie of logits.
+            context = [*prompt, *one[: first_difference(one, other)]]
+            assert routing_margin(target, [context]) < CLEAR, (prompt, one, other)
+        ties += verdict != "same"
+    return ties
 
 
 def test_two_hundred_ragged_prompts_in_three_modes(rng):
@@ -48,19 +66,41 @@ def test_two_hundred_ragged_prompts_in_three_modes(rng):
                     histogram = np.asarray(result.accepted_histogram).sum(0)
                     accepted += histogram @ np.arange(len(histogram))
                     rounds += histogram.sum()
-            for b, length in enumerate(lengths):
-                for mode in ("chain", "ddtree"):
-                    prompt = tokens[b, :length].tolist()
-                    one, other = texts["ar"][b], texts[mode][b]
-                    verdict = judge(target, prompt, one, other, jnp.float32)
-                    if verdict == "different":
-                        # Experts that rounding chose differ by more than a tie of logits.
-                        context = [*prompt, *one[: first_difference(one, other)]]
-                        assert routing_margin(target, [context]) < CLEAR, (mode, b, one, other)
-                    ties += verdict != "same"
+            for mode in ("chain", "ddtree"):
+                ties += _ties(target, tokens, lengths, texts["ar"], texts[mode])
     print("ties", ties, "accepted a round", accepted / rounds)
     assert ties <= 4
     assert accepted / rounds > 1.15  # Else drafts were never accepted and nothing was tested.
+
+
+def test_a_cost_curve_changes_the_rounds_and_not_the_text(rng):
+    """Passes of three sizes; nodes that differ between rounds and requests."""
+    # A node costs about what one of middling probability promises.
+    idle = np.asarray([1.0, 1.02, 1.05])
+    sizes = (1, 6, 17)
+    verify = idle + rng.uniform(0.02, 0.06) * (np.asarray(sizes) - 1)
+    curve = CostCurve(sizes, tuple(verify), tuple(idle), 0.05)
+    options = dict(max_new_tokens=_NEW, prefill_chunk=32)
+    plain = DecodeConfig(mode="ar", **options)
+    spine = bool(rng.integers(2))
+    start = DecodeConfig(cost_curve=curve, keep_spine=spine, max_rounds=0, **options)
+    step = dataclasses.replace(start, max_rounds=1)
+    ties, nodes = 0, set()
+    for _ in range(3):
+        target, drafter = random_target(rng, **_SMALL), random_drafter(rng, **_MASK)
+        tokens, lengths = _prompts(rng, 4, 32, 12)
+        result = decode(target, drafter, tokens, lengths, config=start)
+        while np.any(np.asarray(result.finish_reason) == FinishReason.RUNNING):
+            state = result.state
+            if not int(state.pause.left):
+                nodes |= set(
+                    np.asarray(draft(target, drafter, state, config=step).num_nodes).tolist()
+                )
+            result = decode(target, drafter, tokens, lengths, config=step, state=state)
+        wanted = _continuations(decode(target, drafter, tokens, lengths, config=plain), lengths)
+        ties += _ties(target, tokens, lengths, wanted, _continuations(result, lengths))
+    print("spine", spine, "ties", ties, "nodes", nodes)
+    assert ties <= 2 and len(nodes - {0}) > 3
 
 
 def test_sampled_text_is_the_same_in_every_mode_budget_and_batch(rng):

@@ -229,8 +229,8 @@ def test_a_missing_library_is_said(fresh_library, monkeypatch):
 
 
 def test_another_version_is_refused(fresh_library, monkeypatch):
-    monkeypatch.setattr(_clib, "ABI_VERSION", 2)
-    with pytest.raises(ImportError, match="speaks version 1 of the C ABI and ddtree_jax 2"):
+    monkeypatch.setattr(_clib, "ABI_VERSION", 3)
+    with pytest.raises(ImportError, match="speaks version 2 of the C ABI and ddtree_jax 3"):
         bridge.draft_topk(torch.zeros(1, 1, 2), 1)
 
 

@@ -12,8 +12,10 @@ INVALID, WRONG_VERSION, NO_CUDA = 1, 3, 4
 SIZES = {
     "draft_topk": dict(rows=2, vocab=3000, k=4),
     "tree_build": dict(batch=1, depth=2, k=3, budget=4),
-    "verify_attn": dict(layers=1, batch=1, rows=9, nodes=3, heads=2, dtype=_clib.BF16),
-    "append_latents": dict(layers=1, batch=1, rows=4, nodes=2, width=3),
+    "verify_attn": dict(
+        layers=1, batch=1, rows=9, nodes=3, heads=2, dtype=_clib.BF16, cache_dtype=_clib.E4M3
+    ),
+    "append_latents": dict(layers=1, batch=1, rows=4, nodes=2, width=3, cache_dtype=_clib.E4M3),
     "tree_accept": dict(batch=1, max_nodes=4, depth=2, num_stops=1),
     "commit_path": dict(layers=1, batch=1, rows=4, width=3, path=2),
     "expert_mlp": dict(tokens=1, top_k=1, experts=2, hidden=32, inner=32, dtype=_clib.BF16),
@@ -33,7 +35,13 @@ LIMITS = [
     ("verify_attn", dict(layers=0)),
     ("verify_attn", dict(path=3)),
     ("verify_attn", dict(path=-1)),
+    ("verify_attn", dict(cache_dtype=_clib.F32)),
+    ("verify_attn", dict(cache_dtype=_clib.BF16)),  # which has no scale
+    ("verify_attn", dict(cache_dtype=3)),
     ("append_latents", dict(width=0)),
+    ("append_latents", dict(cache_dtype=_clib.BF16)),
+    ("append_latents", dict(cache_dtype=_clib.F32)),
+    ("append_latents", dict(cache_dtype=3)),
     ("tree_accept", dict(max_nodes=258)),
     ("commit_path", dict(width=0)),
     ("expert_mlp", dict(hidden=48)),
@@ -79,11 +87,18 @@ def test_versions_pointers_sizes_and_dtypes(name, address):
     for field, kind in block._fields_:
         bad = []
         if kind is ctypes.c_void_p and field != "workspace":
-            bad = [None, address + 1] if field != "finished" else [None]
+            is_bytes = field == "finished" or getattr(block, f"{field}_dtype", None) == _clib.E4M3
+            bad = (
+                [None]
+                if is_bytes
+                else [address + 1]
+                if field == "cache_scale"
+                else [None, address + 1]
+            )
         elif kind is ctypes.c_int64:
             bad = [-1, -(2**63), 2**62, 2**63 - 1]
         elif field == "dtype":
-            bad = [-1, 2]
+            bad = [-1, 3] if name == "commit_path" else [-1, _clib.E4M3, 3]
         for value in bad:
             block = _block(name, address)
             setattr(block, field, value)

@@ -21,7 +21,7 @@ constexpr int kNodeBits = 32;
 
 struct Problem {
   const __nv_bfloat16* query;
-  const __nv_bfloat16* cache;
+  const void* cache;  // bfloat16, or e4m3 for the portable kernel
   const uint32_t* ancestors;
   const int32_t* lengths;
   const int32_t* num_nodes;
@@ -31,6 +31,7 @@ struct Problem {
   int layers, batch, rows, nodes, heads, words;
   int step_rows;  // cache rows of a step
   float log2_scale;  // of the scores, for powers of two
+  const float* cache_scale;  // of each layer's e4m3 numbers; null for 1
 };
 
 struct Request {
@@ -101,13 +102,14 @@ __device__ __forceinline__ int find_request(const Problem& p, int64_t at, int la
 
 // What a block does next, and how far it is in its run. In shared memory, since registers are what a block lacks.
 struct Segment {
-  const __nv_bfloat16* cache;  // of the request
+  const void* cache;           // of the request
   int64_t at, left, before;    // steps of the launch: next, still to do, and before the request
   int request, tile, step, end_step, steps;
   int length, nodes;
 };
 
 // Moves to the next tile of the run; request is `batch` when nothing is left. One thread calls it.
+template <typename Cache = __nv_bfloat16>
 __device__ __forceinline__ void next_segment(const Problem& p, Segment* s) {
   int b = s->request;
   while (b < p.batch && s->left > 0) {
@@ -115,7 +117,7 @@ __device__ __forceinline__ void next_segment(const Problem& p, Segment* s) {
     const int64_t steps = static_cast<int64_t>(r.tiles) * r.steps, from = s->at - s->before;
     if (from < steps) {
       const int layer = min(max(*p.layer, 0), p.layers - 1);
-      s->cache = p.cache + (static_cast<int64_t>(layer) * p.batch + b) * p.rows * DDTREE_ROW_DIM;
+      s->cache = static_cast<const Cache*>(p.cache) + (static_cast<int64_t>(layer) * p.batch + b) * p.rows * DDTREE_ROW_DIM;
       s->request = b;
       s->tile = static_cast<int>(from / r.steps);
       s->step = static_cast<int>(from % r.steps);

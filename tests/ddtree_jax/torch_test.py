@@ -18,6 +18,7 @@ import ddtree_jax.torch as bridge  # noqa: E402
 from ddtree_jax import _clib  # noqa: E402
 
 DTYPES = [np.dtype(np.float32), np.dtype(ml_dtypes.bfloat16)]
+E4M3 = np.dtype(ml_dtypes.float8_e4m3fn)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -34,9 +35,11 @@ def test_tree_build(rng, budget, keep_spine):
     )
 
 
+@pytest.mark.parametrize("cache_dtype", [None, E4M3], ids=str)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_verify_attn(rng, dtype):
-    checks.check_verify_attn(rng, "cpu", dtype, batch=2, budget=32, heads=3, rows=90)
+def test_verify_attn(rng, dtype, cache_dtype):
+    sizes = dict(batch=2, budget=32, heads=3, rows=90)
+    checks.check_verify_attn(rng, "cpu", dtype, **sizes, cache_dtype=cache_dtype)
 
 
 @pytest.mark.parametrize("stop_tokens", [(), (3, 7)])
@@ -44,9 +47,11 @@ def test_tree_accept(rng, stop_tokens):
     checks.check_tree_accept(rng, "cpu", batch=6, budget=64, stop_tokens=stop_tokens)
 
 
+@pytest.mark.parametrize("cache_dtype", [None, E4M3], ids=str)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_cache(rng, dtype):
-    checks.check_cache(rng, "cpu", dtype, layers=3, batch=4, rows=40, nodes=9, width=576)
+def test_cache(rng, dtype, cache_dtype):
+    sizes = dict(layers=3, batch=4, rows=40, nodes=9, width=576)
+    checks.check_cache(rng, "cpu", dtype, **sizes, cache_dtype=cache_dtype)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -132,7 +137,7 @@ _LENGTHS = torch.zeros(2, dtype=torch.int32)
                 scale=1.0,
                 layer=0,
             ),
-            "cache must be torch.float32, not torch.bfloat16",
+            "cache must be torch.float32 or torch.float8_e4m3fn, not torch.bfloat16",
         ),
         (
             lambda: bridge.verify_attn(
@@ -144,6 +149,34 @@ _LENGTHS = torch.zeros(2, dtype=torch.int32)
                 layer=0,
             ),
             "cache holds 4 rows, fewer than the tree's 5 nodes",
+        ),
+        (
+            lambda: bridge.verify_attn(
+                torch.zeros(2, 5, 1, 576),
+                _CACHE.to(torch.float8_e4m3fn),
+                _LENGTHS,
+                _tree(),
+                scale=1.0,
+                layer=0,
+                path="hopper",
+            ),
+            'path "hopper" reads no float8_e4m3fn cache',
+        ),
+        (
+            lambda: bridge.append_latents(
+                _CACHE, torch.zeros(2, 1, 576), _LENGTHS, layer=0, cache_scale=torch.ones(1)
+            ),
+            "cache_scale is for a torch.float8_e4m3fn cache, and this one is torch.float32",
+        ),
+        (
+            lambda: bridge.append_latents(
+                _CACHE.to(torch.float8_e4m3fn),
+                torch.zeros(2, 1, 576),
+                _LENGTHS,
+                layer=0,
+                cache_scale=torch.ones(2),
+            ),
+            r"cache_scale must have shape \[1\], not \[2\]",
         ),
         (
             lambda: bridge.append_latents(_CACHE, torch.zeros(2, 1, 3), _LENGTHS, layer=0),

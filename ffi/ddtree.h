@@ -134,7 +134,7 @@ int ddtree_tree_build_cuda(const ddtree_tree_build_args* args, void* stream);
 typedef struct ddtree_verify_attn_args {
   DDTREE_ARGS_VERSION;
   const void* query;          // [B, N, H, 576] of `dtype`; on CUDA this, `cache` and `out` are aligned to 16 bytes
-  const void* cache;          // [layers, B, S, 576] of `cache_dtype`, the tree's rows at lengths[b] .. lengths[b] + N - 1
+  const void* cache;          // [layers, B, S, 576] of `cache_dtype`, the tree's rows at lengths[b] ..
   const uint32_t* ancestors;  // [B, N, W]
   const int32_t* lengths;     // [B], clamped to 0 .. S - N
   const int32_t* num_nodes;   // [B]
@@ -154,8 +154,8 @@ int ddtree_verify_attn_cpu(const ddtree_verify_attn_args* args, int64_t task, in
 int ddtree_verify_attn_cuda(const ddtree_verify_attn_args* args, void* stream);
 
 // cache[layer, b, lengths[b] + i, :] = latents[b, i, :]; rows that fall outside 0 .. S - 1 are dropped. An e4m3 cache
-// gets latent / cache_scale[layer], divided in float32, rounded to nearest even and saturated at +-448. NaN and inf become
-// NaN, so that what is not finite stays visible.
+// gets latent / cache_scale[layer], divided in float32, rounded to nearest even and saturated at +-448. NaN and inf
+// become NaN, so that what is not finite stays visible.
 typedef struct ddtree_append_latents_args {
   DDTREE_ARGS_VERSION;
   void* cache;             // [layers, B, S, width] of `cache_dtype`, in place

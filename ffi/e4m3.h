@@ -1,7 +1,7 @@
-// e4m3 numbers of a cache: 4 bits of exponent with bias 7 and 3 of mantissa, 2^-9 to 448, no infinity, NaN 0x7f and 0xff.
+// e4m3 numbers of a cache: 4 bits of exponent of bias 7, 3 of mantissa, 2^-9 to 448, no infinity, NaN 0x7f and 0xff.
 //
-// The same bit operations on both devices, so that they write equal bytes. No float32 subnormal takes part: threads that
-// XLA owns may count those as zero.
+// The same bit operations on both devices, so that they write equal bytes. No float32 subnormal takes part: threads
+// that XLA owns may count those as zero.
 #ifndef DDTREE_FFI_E4M3_H_
 #define DDTREE_FFI_E4M3_H_
 
@@ -33,8 +33,8 @@ DDTREE_BOTH_DEVICES float FromE4m3(uint8_t x) {
   return y;
 }
 
-// The nearest e4m3 number to x / scale, of two the even one, and at most 448 in size. NaN, and any x that is not finite,
-// become the NaN 0x7f: a row that went wrong must not look like a large one.
+// The nearest e4m3 number to x / scale, of two the even one, and at most 448 in size. NaN, and any x that is not
+// finite, become the NaN 0x7f: a row that went wrong must not look like a large one.
 DDTREE_BOTH_DEVICES uint8_t ToE4m3(float x, float scale) {
   const float quotient = x / scale;
   if (!(fabsf(x) <= FLT_MAX) || quotient != quotient) return 0x7f;

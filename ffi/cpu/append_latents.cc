@@ -12,7 +12,11 @@ namespace {
 template <typename T>
 void Quantise(const T* x, int64_t count, float scale, uint8_t* y) {
   for (int64_t i = 0; i < count; ++i) {
-    if constexpr (sizeof(T) == 2) y[i] = ToE4m3(FromBf16(x[i]), scale); else y[i] = ToE4m3(x[i], scale);
+    if constexpr (sizeof(T) == 2) {
+      y[i] = ToE4m3(FromBf16(x[i]), scale);
+    } else {
+      y[i] = ToE4m3(x[i], scale);
+    }
   }
 }
 

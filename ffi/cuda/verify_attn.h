@@ -117,7 +117,8 @@ __device__ __forceinline__ void next_segment(const Problem& p, Segment* s) {
     const int64_t steps = static_cast<int64_t>(r.tiles) * r.steps, from = s->at - s->before;
     if (from < steps) {
       const int layer = min(max(*p.layer, 0), p.layers - 1);
-      s->cache = static_cast<const Cache*>(p.cache) + (static_cast<int64_t>(layer) * p.batch + b) * p.rows * DDTREE_ROW_DIM;
+      s->cache =
+          static_cast<const Cache*>(p.cache) + (static_cast<int64_t>(layer) * p.batch + b) * p.rows * DDTREE_ROW_DIM;
       s->request = b;
       s->tile = static_cast<int>(from / r.steps);
       s->step = static_cast<int>(from % r.steps);

@@ -24,7 +24,7 @@ inline int64_t RowElementBytes(int32_t dtype) { return dtype == DDTREE_E4M3 ? 1 
 // Whether no size is negative and the bytes can be counted. Zeros are left out of the product, so that the products of
 // some of the sizes, which kernels form, can be counted too.
 inline bool Countable(int64_t element_bytes, std::initializer_list<int64_t> sizes) {
-  int64_t bytes = element_bytes;
+  int64_t bytes = element_bytes == 1 ? 2 : element_bytes;  // e4m3 counts as the bfloat16 that it becomes
   for (const int64_t size : sizes) {
     if (size < 0 || (size > 0 && __builtin_mul_overflow(bytes, size, &bytes))) return false;
   }

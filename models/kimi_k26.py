@@ -201,9 +201,10 @@ class KimiK26(nnx.Module):
                 std=config.initializer_range,
             )
         self.config = config
-        self.cache_dtype = latent_cache_dtype(cache_dtype, dtype)
+        wanted = latent_cache_dtype(cache_dtype, dtype)
+        self._rounds_cache = wanted == jnp.float8_e4m3fn
         if cache_scale is not None:
-            if self.cache_dtype != jnp.float8_e4m3fn:
+            if not self._rounds_cache:
                 raise ValueError("cache_scale is for cache_dtype float8_e4m3fn: leave it out")
             cache_scale = tuple(float(scale) for scale in cache_scale)
             if len(cache_scale) != config.num_hidden_layers:
@@ -234,6 +235,11 @@ class KimiK26(nnx.Module):
     def dtype(self):
         """Dtype of the parameters."""
         return self.embed_tokens[...].dtype
+
+    @property
+    def cache_dtype(self):
+        """Dtype of the latent cache."""
+        return jnp.dtype(jnp.float8_e4m3fn) if self._rounds_cache else self.dtype
 
     def embed(self, tokens: jax.Array) -> jax.Array:
         """i32[...] to [..., D]; ids outside the vocabulary are clamped."""

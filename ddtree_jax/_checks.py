@@ -100,6 +100,21 @@ def layer_index(layer, layers: int) -> jax.Array:
     return array("layer", layer, (), jnp.int32)
 
 
+def cache_scale(value, cache: jax.Array) -> jax.Array:
+    """The scale of an e4m3 cache's layers as the handlers take it: f32[layers], or f32[0] for none.
+
+    Raises:
+      ValueError: another shape or dtype, or a scale for a cache of another dtype.
+    """
+    if value is None:
+        return jnp.zeros((0,), jnp.float32)
+    if cache.dtype != jnp.float8_e4m3fn:
+        raise ValueError(
+            f"cache_scale is for a float8_e4m3fn cache, and this one is {cache.dtype.name}: leave it out"
+        )
+    return array("cache_scale", value, (cache.shape[0],), jnp.float32)
+
+
 def is_known(*values) -> bool:
     """Whether all values are at hand; under a transformation such as jit they are not."""
     return not any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(values))

@@ -7,10 +7,10 @@ import functools
 import os
 import pathlib
 
-ABI_VERSION = 1
+ABI_VERSION = 2
 
 #: Values of ddtree_dtype.
-F32, BF16 = 0, 1
+F32, BF16, E4M3 = 0, 1, 2
 PATHS = {"auto": 0, "portable": 1, "hopper": 2}  # ddtree_path
 _NO_CUDA = 4
 
@@ -39,12 +39,14 @@ _FIELDS = {
         *_WORKSPACE,
         (_SIZE, "layers batch rows nodes heads"),
         (_FLOAT, "scale"),
-        (_INT, "dtype path"),
+        (_INT, "dtype path cache_dtype"),
+        (_POINTER, "cache_scale"),
     ],
     "append_latents": [
         (_POINTER, "cache latents lengths layer"),
         (_SIZE, "layers batch rows nodes width"),
-        (_INT, "dtype"),
+        (_INT, "dtype cache_dtype"),
+        (_POINTER, "cache_scale"),
     ],
     "tree_accept": [
         (_POINTER, "tokens next_token next_sibling num_nodes target_tokens stop_tokens max_new"),

@@ -17,7 +17,8 @@ _ROW_DIM, _LATENT_DIM = 576, 512
 _GROUP, _PER_WORD = 32, 8  # of expert weights: inputs that share a scale, weights in a word
 
 _FLOATS = (torch.float32, torch.bfloat16)
-_TAGS = {torch.float32: _clib.F32, torch.bfloat16: _clib.BF16}
+_E4M3 = torch.float8_e4m3fn
+_TAGS = {torch.float32: _clib.F32, torch.bfloat16: _clib.BF16, _E4M3: _clib.E4M3}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -165,29 +166,34 @@ def verify_attn(
     scale: float,
     layer: int | torch.Tensor,
     path: str = "auto",
+    cache_scale: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Absorbed latent attention of a tree's nodes (`ddtree_jax.verify_attn`).
 
     Args:
       query: float32 or bfloat16 [B, N, H, 576].
-      cache: [layers, B, S, 576] of the same dtype.
+      cache: [layers, B, S, 576] of the same dtype or torch.float8_e4m3fn.
       lengths: i32[B].
       tree: `ancestors` and `num_nodes` are read.
       scale: multiplies the scores.
       layer: an int or an i32 scalar on the device.
-      path: which CUDA kernel serves bfloat16: "auto", "portable" or "hopper".
+      path: which CUDA kernel serves bfloat16: "auto", "portable" or "hopper", the last not for e4m3.
+      cache_scale: f32[layers] for an e4m3 cache, what its numbers are multiplied with; None means 1.
 
     Returns:
       [B, N, H, 512] in the query's dtype.
 
     Raises:
-      ValueError: another dtype, shape, device, layer or path, or a tensor that is not contiguous.
+      ValueError: another dtype, shape, device, layer or path, a scale for a cache of another dtype, or a
+        tensor that is not contiguous.
     """
     if path not in _clib.PATHS:
         raise ValueError(f"path must be one of {', '.join(_clib.PATHS)}, not {path!r}")
     tensor("query", query, ("B", "N", "H", _ROW_DIM), _FLOATS)
     batch, nodes, heads, _ = query.shape
-    tensor("cache", cache, ("layers", batch, "S", _ROW_DIM), query.dtype, query)
+    tensor("cache", cache, ("layers", batch, "S", _ROW_DIM), (query.dtype, _E4M3), query)
+    if path == "hopper" and cache.dtype == _E4M3:
+        raise ValueError('path "hopper" reads no float8_e4m3fn cache: take "auto" or "portable"')
     tensor("lengths", lengths, (batch,), torch.int32, query)
     between("query's nodes N", nodes, 1, MAX_BUDGET + 1)
     if heads < 1:
@@ -222,30 +228,40 @@ def verify_attn(
         scale=float(scale),
         dtype=_TAGS[query.dtype],
         path=_clib.PATHS[path],
+        cache_dtype=_TAGS[cache.dtype],
+        cache_scale=_scale(cache_scale, cache),
     )
     return out
 
 
 def append_latents(
-    cache: torch.Tensor, latents: torch.Tensor, lengths: torch.Tensor, *, layer: int | torch.Tensor
+    cache: torch.Tensor,
+    latents: torch.Tensor,
+    lengths: torch.Tensor,
+    *,
+    layer: int | torch.Tensor,
+    cache_scale: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Writes rows behind each request's prefix, in place (`ddtree_jax.append_latents`).
 
     Args:
-      cache: float32 or bfloat16 [layers, B, S, width].
-      latents: [B, N, width] of the same dtype.
+      cache: float32, bfloat16 or float8_e4m3fn [layers, B, S, width].
+      latents: [B, N, width] of the same dtype, float32 or bfloat16 for float8_e4m3fn.
       lengths: i32[B].
       layer: an int or an i32 scalar on the device.
+      cache_scale: f32[layers] for a float8_e4m3fn cache, by which latents are divided; None means 1.
 
     Returns:
       `cache`.
 
     Raises:
-      ValueError: another dtype, shape, device or layer, or a tensor that is not contiguous.
+      ValueError: another dtype, shape, device or layer, a scale for a cache of another dtype, or a tensor
+        that is not contiguous.
     """
-    tensor("cache", cache, ("layers", "B", "S", "width"), _FLOATS)
+    tensor("cache", cache, ("layers", "B", "S", "width"), (*_FLOATS, _E4M3))
     layers, batch, length, width = cache.shape
-    tensor("latents", latents, (batch, "N", width), cache.dtype, cache)
+    floats = _FLOATS if cache.dtype == _E4M3 else cache.dtype
+    tensor("latents", latents, (batch, "N", width), floats, cache)
     tensor("lengths", lengths, (batch,), torch.int32, cache)
     if width < 1:
         raise ValueError("cache must have rows of at least one number")
@@ -261,7 +277,9 @@ def append_latents(
         rows=length,
         nodes=latents.shape[1],
         width=width,
-        dtype=_TAGS[cache.dtype],
+        dtype=_TAGS[latents.dtype],
+        cache_dtype=_TAGS[cache.dtype],
+        cache_scale=_scale(cache_scale, cache),
     )
     return cache
 
@@ -332,7 +350,7 @@ def commit_path(cache: torch.Tensor, path: AcceptedPath, lengths: torch.Tensor) 
     """Moves the accepted rows up behind the prefix in every layer, in place (`ddtree_jax.commit_path`).
 
     Args:
-      cache: float32 or bfloat16 [layers, B, S, width].
+      cache: float32, bfloat16 or float8_e4m3fn [layers, B, S, width], whose rows move as they are.
       path: `nodes` and `num_emitted` are read.
       lengths: i32[B].
 
@@ -342,7 +360,7 @@ def commit_path(cache: torch.Tensor, path: AcceptedPath, lengths: torch.Tensor) 
     Raises:
       ValueError: another dtype, shape or device, or a tensor that is not contiguous.
     """
-    tensor("cache", cache, ("layers", "B", "S", "width"), _FLOATS)
+    tensor("cache", cache, ("layers", "B", "S", "width"), (*_FLOATS, _E4M3))
     layers, batch, length, width = cache.shape
     tensor("path.nodes", path.nodes, (batch, "L + 1"), torch.int32, cache)
     tensor("path.num_emitted", path.num_emitted, (batch,), torch.int32, cache)
@@ -435,6 +453,17 @@ def expert_mlp(
     if on_cpu:
         _clib.check("expert_mlp", _clib.library().ddtree_expert_mlp_sum_cpu(ctypes.byref(block)))
     return out
+
+
+def _scale(value, cache: torch.Tensor) -> torch.Tensor | None:
+    """The scale of an e4m3 cache's layers, if there is one."""
+    if value is None:
+        return None
+    if cache.dtype != _E4M3:
+        raise ValueError(
+            f"cache_scale is for a torch.float8_e4m3fn cache, and this one is {cache.dtype}: leave it out"
+        )
+    return tensor("cache_scale", value, (cache.shape[0],), torch.float32, cache)
 
 
 def _empty(like: torch.Tensor, dtype: torch.dtype, *shape: int) -> torch.Tensor:

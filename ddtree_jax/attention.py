@@ -17,7 +17,15 @@ LATENT_DIM = 512
 
 
 def verify_attn(
-    query, cache, lengths, tree: DraftTree, *, scale: float, layer, path: str = "auto"
+    query,
+    cache,
+    lengths,
+    tree: DraftTree,
+    *,
+    scale: float,
+    layer,
+    path: str = "auto",
+    cache_scale=None,
 ) -> jax.Array:
     """Absorbed multi-head latent attention of a tree's nodes (DeepSeek-V2, arXiv 2405.04434, section 2.1).
 
@@ -28,27 +36,32 @@ def verify_attn(
     Args:
       query: float32 or bfloat16 [B, N, H, 576]: the query absorbed into the latent space, 512 numbers,
         and its rotary part, 64.
-      cache: [layers, B, S, 576] of the same dtype, the tree's own rows appended at `lengths`.
+      cache: [layers, B, S, 576] of the same dtype or float8_e4m3fn, the tree's own rows appended at `lengths`.
       lengths: i32[B], rows before the tree's; clamped to 0 .. S - N.
       tree: the tree; `ancestors` and `num_nodes` are read.
       scale: multiplies the scores.
       layer: which layer's rows to read, an int or an i32 scalar.
       path: which CUDA kernel serves bfloat16, for measurements and tests: "portable" runs on sm_80 and up,
-        "hopper" on sm_90 alone, "auto" takes the faster of those that were measured on the card. The CPU
-        has one kernel.
+        "hopper" on sm_90 alone and not for a float8_e4m3fn cache, "auto" takes the faster of those that
+        were measured on the card. The CPU has one kernel.
+      cache_scale: f32[layers] for a float8_e4m3fn cache: a number of the cache stands for itself times its
+        layer's scale. None means 1.
 
     Returns:
       [B, N, H, 512] in the query's dtype: weighted sums of latents, to be expanded per head.
 
     Raises:
-      ValueError: another dtype, shape, layer or path.
+      ValueError: another dtype, shape, layer or path, or a scale for a cache of another dtype.
     """
     if path not in PATHS:
         raise ValueError(f"path must be one of {', '.join(PATHS)}, not {path!r}")
     floats = (jnp.float32, jnp.bfloat16)
     query = _checks.array("query", query, ("B", "N", "H", ROW_DIM), floats)
     batch, nodes, heads, _ = query.shape
-    cache = _checks.array("cache", cache, ("layers", batch, "S", ROW_DIM), query.dtype)
+    dtypes = (query.dtype, jnp.float8_e4m3fn)
+    cache = _checks.array("cache", cache, ("layers", batch, "S", ROW_DIM), dtypes)
+    if path == "hopper" and cache.dtype == jnp.float8_e4m3fn:
+        raise ValueError('path "hopper" reads no float8_e4m3fn cache: take "auto" or "portable"')
     lengths = _checks.array("lengths", lengths, (batch,), jnp.int32)
     _checks.between("query's nodes N", nodes, 1, MAX_BUDGET + 1)
     if heads < 1:
@@ -66,6 +79,7 @@ def verify_attn(
         lengths,
         num_nodes,
         index,
+        _checks.cache_scale(cache_scale, cache),
         scale=_checks.number("scale", scale),
         path=np.int32(PATHS[path]),
     )[0]
@@ -74,7 +88,7 @@ def verify_attn(
 _verify_attn = kernel_primitive(
     "verify_attn",
     lambda query, *_, **__: [jax.ShapeDtypeStruct((*query.shape[:3], LATENT_DIM), query.dtype)],
-    batch_axes=(0, 1, 0, 0, 0, None),
+    batch_axes=(0, 1, 0, 0, 0, None, None),
     result_batch_axes=(0,),
     attributes=("scale", "path"),
     workspace={

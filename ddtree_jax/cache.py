@@ -1,5 +1,8 @@
 """The latent cache: [layers, B, S, 576], always whole, updated in place.
 
+It holds the model's float32 or bfloat16, or float8_e4m3fn in half of bfloat16's bytes: a number then stands for itself
+times the scale of its layer. e4m3 has 3 bits of mantissa, 448 as its largest number, and no infinity.
+
 Slicing a stacked cache around a custom call copies it, so every kernel takes all of it and a layer index.
 """
 
@@ -13,32 +16,38 @@ from ddtree_jax._primitive import kernel_primitive
 from ddtree_jax.accept import AcceptedPath
 
 ROW_DIM = 576  # 512 latent and 64 rotary numbers
+DTYPES = (jnp.float32, jnp.bfloat16, jnp.float8_e4m3fn)
 
 
-def append_latents(cache, latents, lengths, *, layer) -> jax.Array:
+def append_latents(cache, latents, lengths, *, layer, cache_scale=None) -> jax.Array:
     """Writes rows behind each request's prefix: cache[layer, b, lengths[b] + i] = latents[b, i].
 
     Args:
-      cache: float32 or bfloat16 [layers, B, S, width]; give it away, the result is the same buffer.
-      latents: [B, N, width] of the same dtype.
+      cache: float32, bfloat16 or float8_e4m3fn [layers, B, S, width]; give it away, the result is the same
+        buffer.
+      latents: [B, N, width] of the same dtype; float32 or bfloat16 for a float8_e4m3fn cache, which gets
+        latents / cache_scale[layer], divided in float32, rounded to nearest even and saturated at 448
+        either way. NaN and infinity become NaN, so that what is not finite stays visible.
       lengths: i32[B]. Rows that would fall outside 0 .. S - 1 are dropped.
       layer: an int or an i32 scalar; an array outside 0 .. layers - 1 writes nothing.
+      cache_scale: f32[layers] for a float8_e4m3fn cache; None means 1.
 
     Returns:
       The cache.
 
     Raises:
-      ValueError: another dtype, shape or layer.
+      ValueError: another dtype, shape or layer, or a scale for a cache of another dtype.
     """
-    shape = ("layers", "B", "S", "width")
-    cache = _checks.array("cache", cache, shape, (jnp.float32, jnp.bfloat16))
+    cache = _checks.array("cache", cache, ("layers", "B", "S", "width"), DTYPES)
     layers, batch, _, width = cache.shape
-    latents = _checks.array("latents", latents, (batch, "N", width), cache.dtype)
+    floats = DTYPES[:2] if cache.dtype == jnp.float8_e4m3fn else cache.dtype
+    latents = _checks.array("latents", latents, (batch, "N", width), floats)
     if latents.shape[1] < 1:
         raise ValueError("latents must have at least one row N a request")
     lengths = _checks.array("lengths", lengths, (batch,), jnp.int32)
     index = _checks.layer_index(layer, layers)
-    return _append_latents.bind(cache, latents, lengths, index)[0]
+    scale = _checks.cache_scale(cache_scale, cache)
+    return _append_latents.bind(cache, latents, lengths, index, scale)[0]
 
 
 def commit_path(cache, path: AcceptedPath, lengths) -> jax.Array:
@@ -47,7 +56,8 @@ def commit_path(cache, path: AcceptedPath, lengths) -> jax.Array:
     cache[:, b, lengths[b] + j] = cache[:, b, lengths[b] + path.nodes[b, j]] for j < num_emitted[b].
 
     Args:
-      cache: float32 or bfloat16 [layers, B, S, width]; give it away, the result is the same buffer.
+      cache: float32, bfloat16 or float8_e4m3fn [layers, B, S, width], whose rows move as they are; give it
+        away, the result is the same buffer.
       path: from `tree_accept`.
       lengths: i32[B], rows before the tree's.
 
@@ -57,8 +67,7 @@ def commit_path(cache, path: AcceptedPath, lengths) -> jax.Array:
     Raises:
       ValueError: another dtype or shape.
     """
-    shape = ("layers", "B", "S", "width")
-    cache = _checks.array("cache", cache, shape, (jnp.float32, jnp.bfloat16))
+    cache = _checks.array("cache", cache, ("layers", "B", "S", "width"), DTYPES)
     batch = cache.shape[1]
     nodes = _checks.array("path.nodes", path.nodes, (batch, "L + 1"), jnp.int32)
     if nodes.shape[1] < 1:
@@ -71,7 +80,7 @@ def commit_path(cache, path: AcceptedPath, lengths) -> jax.Array:
 _append_latents = kernel_primitive(
     "append_latents",
     lambda cache, *_: [jax.ShapeDtypeStruct(cache.shape, cache.dtype)],
-    batch_axes=(1, 0, 0, None),
+    batch_axes=(1, 0, 0, None, None),
     result_batch_axes=(1,),
     aliases={0: 0},
 )

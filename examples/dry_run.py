@@ -17,7 +17,9 @@ def device_bytes(device) -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
-def report(target_path, drafter_path, dtype: str, devices: int, each: int) -> str:
+def report(
+    target_path, drafter_path, dtype: str, devices: int, each: int, cache_dtype: str | None = None
+) -> str:
     """The report, a line a fact.
 
     Args:
@@ -25,19 +27,20 @@ def report(target_path, drafter_path, dtype: str, devices: int, each: int) -> st
       dtype: of everything but packed experts.
       devices: how many.
       each: bytes of one.
+      cache_dtype: of the target's cache; `dtype` by default.
 
     Raises:
       FileNotFoundError, ValueError: as `footprint`; fewer than one device or byte.
     """
     if devices < 1 or each < 1:
         raise ValueError(f"--devices and --device_gb must be above 0, not {devices} and {each}")
-    size = footprint(target_path, drafter_path, dtype=dtype)
+    size = footprint(target_path, drafter_path, dtype=dtype, cache_dtype=cache_dtype)
     share = size.per_device(devices)
     contexts = [size.context(devices, each, batch=batch) for batch in _BATCHES]
     lines = [
         f"routed experts {_gb(size.experts)}, rest of the target {_gb(size.rest)} ({dtype}), "
         f"drafter {_gb(size.drafter)}: {_gb(size.weights)}",
-        f"caches: {size.row:,} bytes a position of a request",
+        f"caches: {size.row:,} bytes a position of a request (latents in {cache_dtype or dtype})",
         f"{devices} x {_gb(each)}: {_gb(share)} of weights on each, {_gb(RESERVE)} kept back",
     ]
     if contexts[0] == 0:

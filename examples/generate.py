@@ -50,6 +50,12 @@ _DTYPE = flags.DEFINE_enum(
     ["float32", "bfloat16"],
     "Arithmetic; float32 (in full, no TF32) on a CPU, bfloat16 elsewhere.",
 )
+_CACHE_DTYPE = flags.DEFINE_enum(
+    "cache_dtype",
+    None,
+    ["float32", "bfloat16", "float8_e4m3fn"],
+    "The target's latent cache: float8_e4m3fn for half of bfloat16's bytes; --dtype's by default.",
+)
 _MESH = flags.DEFINE_string("mesh", None, "Reserved: decoding runs on one device so far.")
 _COMPARE = flags.DEFINE_bool(
     "compare", False, "Run ar, chain and ddtree and print them side by side."
@@ -123,18 +129,23 @@ def _run():
         if gb is not None and not (math.isfinite(gb) and gb > 0):
             raise ValueError(f"--device_gb must be a number above 0, not {gb}")
         each = dry_run.device_bytes(seen[0]) if gb is None else int(gb * 1e9)
-        print(dry_run.report(target_path, drafter_path, dtype, devices, each))
+        print(
+            dry_run.report(
+                target_path, drafter_path, dtype, devices, each, cache_dtype=_CACHE_DTYPE.value
+            )
+        )
         return
     if dtype == "float32":
         # A GPU's own default is TF32, which keeps 10 bits of a number and not 23.
         jax.config.update("jax_default_matmul_precision", "highest")
     tokenizer = models.load_tokenizer(target_path)
     prompts, texts = _prompts(tokenizer, from_demo)
-    target = models.load_target(target_path, dtype=dtype)
+    target = models.load_target(target_path, dtype=dtype, cache_dtype=_CACHE_DTYPE.value)
     drafter = models.load_drafter(drafter_path, target, dtype=dtype) if needs_drafter else None
     curve_path = _COST_CURVE.value
-    # The demo's curve is of its own drafter, in float32, for one request at a time.
-    is_of_the_curve = from_demo and _DRAFTER.value is None and on_cpu and dtype == "float32"
+    # The demo's curve is of its own drafter, all in float32, for one request at a time.
+    is_of_the_curve = from_demo and _DRAFTER.value is None and on_cpu
+    is_of_the_curve &= target.dtype == target.cache_dtype == "float32"
     if curve_path is None and is_of_the_curve and _BATCH.value == 1 and _BUDGET.value is None:
         curve_path = demo.CPU_COST_CURVE
     curve = None if curve_path is None else ddtree_jax.CostCurve.from_json(curve_path)
@@ -181,7 +192,7 @@ def _stream(target, drafter, tokenizer, config, prompts, texts, device, dtype):
     _warn(completions)
     print(
         f"{totals.tokens_per_second:.1f} tokens/s, {totals.rounds} rounds, "
-        f"{totals.mean_accepted:.2f} tokens accepted a round, {config.mode} on {device} ({dtype})"
+        f"{totals.mean_accepted:.2f} tokens accepted a round, {config.mode} on {device} ({_dtypes(target)})"
     )
     return _report(config.mode, device, totals, completions, tokenizer, texts)
 
@@ -202,7 +213,7 @@ def _compare(target, drafter, tokenizer, config, prompts, texts, device, dtype):
         results[mode] = (runner.totals, completions)
     baseline = results["ar"][1]
     sized = "" if config.cost_curve is None else ", fewer where fewer pay"
-    print(f"{len(prompts)} prompts on {device} ({dtype}), budget {config.budget}{sized}")
+    print(f"{len(prompts)} prompts on {device} ({_dtypes(target)}), budget {config.budget}{sized}")
     print("mode    tokens/s  speed-up  rounds  accepted a round  same text as ar")
     for mode, (totals, completions) in results.items():
         verdicts = [
@@ -227,6 +238,12 @@ def _compare(target, drafter, tokenizer, config, prompts, texts, device, dtype):
         )
     report = _report("ddtree", device, *results["ddtree"], tokenizer, texts)
     return {**report, "compare": rows}
+
+
+def _dtypes(target):
+    """That of the arithmetic, and the cache's where it is another."""
+    own, cache = target.dtype.name, target.cache_dtype.name
+    return own if own == cache else f"{own}, cache {cache}"
 
 
 def _warn(completions):

@@ -10,13 +10,22 @@
 
 namespace ddtree {
 
-// 0 for a tag that names no dtype.
+// Of the arithmetic's numbers; 0 for a tag that names none.
 inline int64_t DtypeBytes(int32_t dtype) { return dtype == DDTREE_F32 ? 4 : dtype == DDTREE_BF16 ? 2 : 0; }
+
+// Of a cache's numbers beside those of `dtype`: the same, or e4m3. 0 for any other pair.
+inline int64_t CacheBytes(int32_t cache_dtype, int32_t dtype) {
+  if (cache_dtype == DDTREE_E4M3) return DtypeBytes(dtype) > 0 ? 1 : 0;
+  return cache_dtype == dtype ? DtypeBytes(dtype) : 0;
+}
+
+// Of a cache whose rows only move; 0 for a tag that names no dtype.
+inline int64_t RowElementBytes(int32_t dtype) { return dtype == DDTREE_E4M3 ? 1 : DtypeBytes(dtype); }
 
 // Whether no size is negative and the bytes can be counted. Zeros are left out of the product, so that the products of
 // some of the sizes, which kernels form, can be counted too.
 inline bool Countable(int64_t element_bytes, std::initializer_list<int64_t> sizes) {
-  int64_t bytes = element_bytes;
+  int64_t bytes = element_bytes == 1 ? 2 : element_bytes;  // e4m3 counts as the bfloat16 that it becomes
   for (const int64_t size : sizes) {
     if (size < 0 || (size > 0 && __builtin_mul_overflow(bytes, size, &bytes))) return false;
   }
@@ -30,6 +39,11 @@ inline bool Array(const void* data, int64_t element_bytes, std::initializer_list
     if (size == 0) return true;
   }
   return data != nullptr && reinterpret_cast<uintptr_t>(data) % element_bytes == 0;
+}
+
+// Whether a cache's scale can be there: none means 1, and only e4m3 has one.
+inline bool CacheScale(const float* scale, int32_t cache_dtype, int64_t layers) {
+  return scale == nullptr || (cache_dtype == DDTREE_E4M3 && Array(scale, 4, {layers}));
 }
 
 inline bool Between(int64_t low, int64_t value, int64_t high) { return low <= value && value <= high; }
@@ -73,15 +87,17 @@ inline bool Sound(const ddtree_verify_attn_args& a) {
          Between(DDTREE_PATH_AUTO, a.path, DDTREE_PATH_HOPPER) &&
          Array(a.query, bytes, {a.batch, a.nodes, a.heads, DDTREE_ROW_DIM}) &&
          Array(a.out, bytes, {a.batch, a.nodes, a.heads, DDTREE_LATENT_DIM}) &&
-         Array(a.cache, bytes, {a.layers, a.batch, a.rows, DDTREE_ROW_DIM}) &&
+         Array(a.cache, CacheBytes(a.cache_dtype, a.dtype), {a.layers, a.batch, a.rows, DDTREE_ROW_DIM}) &&
+         CacheScale(a.cache_scale, a.cache_dtype, a.layers) &&
          Array(a.ancestors, 4, {a.batch, a.nodes, (a.nodes + 31) / 32}) && Array(a.lengths, 4, {a.batch}) &&
          Array(a.num_nodes, 4, {a.batch}) && Array(a.layer, 4, {});
 }
 
 inline bool Sound(const ddtree_append_latents_args& a) {
-  const int64_t bytes = DtypeBytes(a.dtype);
-  return a.width >= 1 && Array(a.cache, bytes, {a.layers, a.batch, a.rows, a.width}) &&
-         Array(a.latents, bytes, {a.batch, a.nodes, a.width}) && Array(a.lengths, 4, {a.batch}) &&
+  return a.width >= 1 &&
+         Array(a.cache, CacheBytes(a.cache_dtype, a.dtype), {a.layers, a.batch, a.rows, a.width}) &&
+         CacheScale(a.cache_scale, a.cache_dtype, a.layers) &&
+         Array(a.latents, DtypeBytes(a.dtype), {a.batch, a.nodes, a.width}) && Array(a.lengths, 4, {a.batch}) &&
          Array(a.layer, 4, {});
 }
 
@@ -97,7 +113,7 @@ inline bool Sound(const ddtree_tree_accept_args& a) {
 
 inline bool Sound(const ddtree_commit_path_args& a) {
   return a.width >= 1 && Between(0, a.path, INT32_MAX) &&
-         Array(a.cache, DtypeBytes(a.dtype), {a.layers, a.batch, a.rows, a.width}) &&
+         Array(a.cache, RowElementBytes(a.dtype), {a.layers, a.batch, a.rows, a.width}) &&
          Array(a.nodes, 4, {a.batch, a.path}) && Array(a.num_emitted, 4, {a.batch}) && Array(a.lengths, 4, {a.batch});
 }
 

@@ -25,6 +25,9 @@
 //
 // Notation: B requests, L draft positions, V vocabulary, K candidates a position, N nodes (budget + 1, root at 0),
 // W = ceil(N / 32) mask words, S cache rows a request, H heads. A latent row is 512 latent then 64 rope numbers.
+//
+// A cache holds numbers of the call's `dtype`, or of DDTREE_E4M3 in half the bytes of bf16: those stand for the number
+// times `cache_scale` of their layer.
 #ifndef DDTREE_FFI_DDTREE_H_
 #define DDTREE_FFI_DDTREE_H_
 
@@ -42,7 +45,7 @@ extern "C" {
 #pragma GCC visibility push(default)
 
 enum {
-  DDTREE_ABI_VERSION = 1,               // grows whenever a block, a limit's meaning or an entry point changes
+  DDTREE_ABI_VERSION = 2,               // grows whenever a block, a limit's meaning or an entry point changes
   DDTREE_LATENT_DIM = 512,              // compressed K/V numbers a row: what attention returns
   DDTREE_ROPE_DIM = 64,                 // shared rotary key numbers a row
   DDTREE_ROW_DIM = 576,                 // one cache row and one query
@@ -52,7 +55,11 @@ enum {
   DDTREE_MAX_CANDIDATES = 256,          // K
 };
 
-typedef enum { DDTREE_F32 = 0, DDTREE_BF16 = 1 } ddtree_dtype;
+typedef enum {
+  DDTREE_F32 = 0,
+  DDTREE_BF16 = 1,
+  DDTREE_E4M3 = 2,  // 8 bits, "fn": largest 448, no infinity, NaN 0x7f and 0xff; of caches alone
+} ddtree_dtype;
 
 // Which of verify_attn's CUDA kernels runs. float32 has one kernel, whatever the path.
 typedef enum {
@@ -123,11 +130,12 @@ int ddtree_tree_build_cuda(const ddtree_tree_build_args* args, void* stream);
 
 // Absorbed MLA attention of the tree's rows over the whole prefix and over their ancestors in the tree.
 // Row i of request b sees cache rows [0, lengths[b]) and row lengths[b] + j for every ancestor bit j < num_nodes[b]. A
-// row past num_nodes[b] sees only its own row. NaN or inf stays inside its own request.
+// row past num_nodes[b] sees only its own row. NaN or inf stays inside its own request. Scores and sums are float32; of
+// an e4m3 cache each number is converted exactly, and its layer's scale multiplies the scores and the result.
 typedef struct ddtree_verify_attn_args {
   DDTREE_ARGS_VERSION;
   const void* query;          // [B, N, H, 576] of `dtype`; on CUDA this, `cache` and `out` are aligned to 16 bytes
-  const void* cache;          // [layers, B, S, 576] of `dtype`, the tree's rows at lengths[b] .. lengths[b] + N - 1
+  const void* cache;          // [layers, B, S, 576] of `cache_dtype`, the tree's rows at lengths[b] ..
   const uint32_t* ancestors;  // [B, N, W]
   const int32_t* lengths;     // [B], clamped to 0 .. S - N
   const int32_t* num_nodes;   // [B]
@@ -138,21 +146,27 @@ typedef struct ddtree_verify_attn_args {
   int64_t layers, batch, rows, nodes, heads;  // rows = S
   float scale;
   int32_t dtype;
-  int32_t path;  // a ddtree_path; CUDA only
+  int32_t path;              // a ddtree_path; CUDA only. The Hopper kernel reads no e4m3
+  int32_t cache_dtype;       // `dtype` or DDTREE_E4M3
+  const float* cache_scale;  // [layers], or null for 1; null unless the cache is e4m3
 } ddtree_verify_attn_args;
 size_t ddtree_verify_attn_workspace(int64_t batch, int64_t rows, int64_t nodes, int64_t heads, int32_t dtype);
 int ddtree_verify_attn_cpu(const ddtree_verify_attn_args* args, int64_t task, int64_t tasks);
 int ddtree_verify_attn_cuda(const ddtree_verify_attn_args* args, void* stream);
 
-// cache[layer, b, lengths[b] + i, :] = latents[b, i, :]; rows that fall outside 0 .. S - 1 are dropped.
+// cache[layer, b, lengths[b] + i, :] = latents[b, i, :]; rows that fall outside 0 .. S - 1 are dropped. An e4m3 cache
+// gets latent / cache_scale[layer], divided in float32, rounded to nearest even and saturated at +-448. NaN and inf
+// become NaN, so that what is not finite stays visible.
 typedef struct ddtree_append_latents_args {
   DDTREE_ARGS_VERSION;
-  void* cache;             // [layers, B, S, width], in place
-  const void* latents;     // [B, N, width]
+  void* cache;             // [layers, B, S, width] of `cache_dtype`, in place
+  const void* latents;     // [B, N, width] of `dtype`
   const int32_t* lengths;  // [B]
   const int32_t* layer;    // [], a value outside 0 .. layers - 1 writes nothing
   int64_t layers, batch, rows, nodes, width;
   int32_t dtype;
+  int32_t cache_dtype;       // `dtype` or DDTREE_E4M3
+  const float* cache_scale;  // [layers], or null for 1; null unless the cache is e4m3
 } ddtree_append_latents_args;
 int ddtree_append_latents_cpu(const ddtree_append_latents_args* args, int64_t task, int64_t tasks);
 int ddtree_append_latents_cuda(const ddtree_append_latents_args* args, void* stream);
@@ -189,7 +203,7 @@ typedef struct ddtree_commit_path_args {
   const int32_t* num_emitted;  // [B]
   const int32_t* lengths;      // [B]
   int64_t layers, batch, rows, width, path;  // path = L + 1
-  int32_t dtype;
+  int32_t dtype;               // any: rows move as they are
 } ddtree_commit_path_args;
 int ddtree_commit_path_cpu(const ddtree_commit_path_args* args, int64_t task, int64_t tasks);
 int ddtree_commit_path_cuda(const ddtree_commit_path_args* args, void* stream);

@@ -59,6 +59,15 @@ class Checker {
     }
     return *this;
   }
+  // A cache beside numbers of `like`: of the same dtype, or float8_e4m3fn with a scale for each layer or none.
+  Checker& Cache(const Any& cache, const Any& like, const Any& scale, int32_t like_tag, int32_t* tag) {
+    const bool e4m3 = cache.element_type() == ffi::DataType::F8E4M3FN;
+    *tag = e4m3 ? static_cast<int32_t>(DDTREE_E4M3) : like_tag;
+    if (!e4m3) Dtype("cache", cache, like.element_type());
+    const bool given = scale.element_count() > 0;
+    if (given && !e4m3) Fail("cache_scale is for a float8_e4m3fn cache");
+    return Shape("cache_scale", scale, {given ? cache.dimensions()[0] : 0}).Dtype("cache_scale", scale, ffi::F32);
+  }
   Checker& Require(bool ok, const char* what) {
     if (!ok) Fail(what);
     return *this;
@@ -82,6 +91,9 @@ template <typename T>
 T* Data(Out& buffer) {
   return static_cast<T*>(buffer->untyped_data());
 }
+
+// The scale of a cache's layers; an array without elements stands for 1.
+inline const float* ScaleOf(const Any& scale) { return scale.element_count() > 0 ? Data<float>(scale) : nullptr; }
 
 inline bool HasRank(const Any& buffer, size_t rank) { return buffer.dimensions().size() == rank; }
 
@@ -130,21 +142,23 @@ inline ffi::Error TreeBuildArgs(const Any& log_probs, const Any& token_ids, cons
 }
 
 inline ffi::Error VerifyAttnArgs(const Any& query, const Any& cache, const Any& ancestors, const Any& lengths,
-                                 const Any& num_nodes, const Any& layer, Out& out, float scale, int32_t path,
-                                 ddtree_verify_attn_args* a) {
+                                 const Any& num_nodes, const Any& layer, const Any& cache_scale, Out& out, float scale,
+                                 int32_t path, ddtree_verify_attn_args* a) {
   Checker check("ddtree_verify_attn");
   if (!HasRank(query, 4) || !HasRank(cache, 4)) return check.Require(false, "query and cache must have 4 axes").error();
   const auto q = query.dimensions(), c = cache.dimensions();
   a->layers = c[0], a->batch = q[0], a->rows = c[2], a->nodes = q[1], a->heads = q[2];
   a->scale = scale, a->path = path;
-  check.Float("query", query, &a->dtype).Dtype("cache", cache, query.element_type()).Dtype("out", *out, query.element_type())
+  check.Float("query", query, &a->dtype).Dtype("out", *out, query.element_type())
       .Shape("query", query, {-1, -1, -1, DDTREE_ROW_DIM})
       .Shape("cache", cache, {-1, q[0], -1, DDTREE_ROW_DIM})
       .Shape("out", *out, {q[0], q[1], q[2], DDTREE_LATENT_DIM})
       .Shape("ancestors", ancestors, {q[0], q[1], (q[1] + 31) / 32}).Dtype("ancestors", ancestors, ffi::U32)
       .Shape("lengths", lengths, {q[0]}).Dtype("lengths", lengths, ffi::S32)
       .Shape("num_nodes", num_nodes, {q[0]}).Dtype("num_nodes", num_nodes, ffi::S32)
-      .Shape("layer", layer, {}).Dtype("layer", layer, ffi::S32);
+      .Shape("layer", layer, {}).Dtype("layer", layer, ffi::S32)
+      .Cache(cache, query, cache_scale, a->dtype, &a->cache_dtype);
+  a->cache_scale = ScaleOf(cache_scale);
   a->query = Data<void>(query), a->cache = Data<void>(cache), a->ancestors = Data<uint32_t>(ancestors);
   a->lengths = Data<int32_t>(lengths), a->num_nodes = Data<int32_t>(num_nodes), a->layer = Data<int32_t>(layer);
   a->out = Data<void>(out);
@@ -152,17 +166,17 @@ inline ffi::Error VerifyAttnArgs(const Any& query, const Any& cache, const Any& 
 }
 
 inline ffi::Error AppendLatentsArgs(const Any& cache, const Any& latents, const Any& lengths, const Any& layer,
-                                    Out& out, ddtree_append_latents_args* a) {
+                                    const Any& cache_scale, Out& out, ddtree_append_latents_args* a) {
   Checker check("ddtree_append_latents");
   if (!HasRank(cache, 4) || !HasRank(latents, 3)) return check.Require(false, "cache must have 4 axes").error();
   const auto c = cache.dimensions();
   a->layers = c[0], a->batch = c[1], a->rows = c[2], a->width = c[3], a->nodes = latents.dimensions()[1];
-  check.Float("cache", cache, &a->dtype).Dtype("latents", latents, cache.element_type())
+  check.Float("latents", latents, &a->dtype).Cache(cache, latents, cache_scale, a->dtype, &a->cache_dtype)
       .Shape("latents", latents, {c[1], -1, c[3]})
       .Shape("lengths", lengths, {c[1]}).Dtype("lengths", lengths, ffi::S32)
       .Shape("layer", layer, {}).Dtype("layer", layer, ffi::S32)
       .Require(out->untyped_data() == cache.untyped_data(), "the cache must be aliased to the result");
-  a->cache = Data<void>(out), a->latents = Data<void>(latents);
+  a->cache = Data<void>(out), a->latents = Data<void>(latents), a->cache_scale = ScaleOf(cache_scale);
   a->lengths = Data<int32_t>(lengths), a->layer = Data<int32_t>(layer);
   return check.ok() ? ffi::Error::Success() : check.error();
 }
@@ -202,8 +216,12 @@ inline ffi::Error CommitPathArgs(const Any& cache, const Any& nodes, const Any& 
   if (!HasRank(cache, 4) || !HasRank(nodes, 2)) return check.Require(false, "cache must have 4 axes").error();
   const auto c = cache.dimensions();
   a->layers = c[0], a->batch = c[1], a->rows = c[2], a->width = c[3], a->path = nodes.dimensions()[1];
-  check.Float("cache", cache, &a->dtype)
-      .Shape("nodes", nodes, {c[1], -1}).Dtype("nodes", nodes, ffi::S32)
+  if (cache.element_type() == ffi::DataType::F8E4M3FN) {
+    a->dtype = DDTREE_E4M3;
+  } else {
+    check.Float("cache", cache, &a->dtype);
+  }
+  check.Shape("nodes", nodes, {c[1], -1}).Dtype("nodes", nodes, ffi::S32)
       .Shape("num_emitted", num_emitted, {c[1]}).Dtype("num_emitted", num_emitted, ffi::S32)
       .Shape("lengths", lengths, {c[1]}).Dtype("lengths", lengths, ffi::S32)
       .Require(out->untyped_data() == cache.untyped_data(), "the cache must be aliased to the result");

@@ -72,9 +72,10 @@ ffi::Error TreeBuild(Any log_probs, Any token_ids, Any root_tokens, Any budgets,
 }
 
 ffi::Future VerifyAttn(ffi::ThreadPool pool, Any query, Any cache, Any ancestors, Any lengths, Any num_nodes, Any layer,
-                       Out out, float scale, int32_t path) {
+                       Any cache_scale, Out out, float scale, int32_t path) {
   ddtree_verify_attn_args args{};
-  ffi::Error error = VerifyAttnArgs(query, cache, ancestors, lengths, num_nodes, layer, out, scale, path, &args);
+  ffi::Error error =
+      VerifyAttnArgs(query, cache, ancestors, lengths, num_nodes, layer, cache_scale, out, scale, path, &args);
   if (error.failure()) return Failed(error);
   double keys = 0;
   for (int64_t b = 0; b < args.batch; ++b) keys += std::clamp<int64_t>(args.lengths[b], 0, args.rows) + 8;
@@ -82,9 +83,9 @@ ffi::Future VerifyAttn(ffi::ThreadPool pool, Any query, Any cache, Any ancestors
   return Spread(pool, args, ddtree_verify_attn_cpu, 1088.0 * keys * rows, args.batch * ((rows + step - 1) / step));
 }
 
-ffi::Error AppendLatents(Any cache, Any latents, Any lengths, Any layer, Out out) {
+ffi::Error AppendLatents(Any cache, Any latents, Any lengths, Any layer, Any cache_scale, Out out) {
   ddtree_append_latents_args args{};
-  ffi::Error error = AppendLatentsArgs(cache, latents, lengths, layer, out, &args);
+  ffi::Error error = AppendLatentsArgs(cache, latents, lengths, layer, cache_scale, out, &args);
   return error.failure() ? error : Status(ddtree_append_latents_cpu(&args, 0, 1));
 }
 
@@ -126,10 +127,10 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(TreeBuildCpu, TreeBuild,
                                   .Attr<bool>("keep_spine"));
 XLA_FFI_DEFINE_HANDLER_SYMBOL(VerifyAttnCpu, VerifyAttn,
                               ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().Arg<Any>().Arg<Any>().Arg<Any>().Arg<Any>()
-                                  .Arg<Any>().Arg<Any>().Ret<Any>().Attr<float>("scale")
+                                  .Arg<Any>().Arg<Any>().Arg<Any>().Ret<Any>().Attr<float>("scale")
                                   .Attr<int32_t>("path"));
 XLA_FFI_DEFINE_HANDLER_SYMBOL(AppendLatentsCpu, AppendLatents,
-                              ffi::Ffi::Bind().Arg<Any>().Arg<Any>().Arg<Any>().Arg<Any>().Ret<Any>());
+                              ffi::Ffi::Bind().Arg<Any>().Arg<Any>().Arg<Any>().Arg<Any>().Arg<Any>().Ret<Any>());
 XLA_FFI_DEFINE_HANDLER_SYMBOL(TreeAcceptCpu, TreeAccept,
                               ffi::Ffi::Bind().Arg<Any>().Arg<Any>().Arg<Any>().Arg<Any>().Arg<Any>().Arg<Any>()
                                   .Arg<Any>().Ret<Any>().Ret<Any>().Ret<Any>().Ret<Any>());

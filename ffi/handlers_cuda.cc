@@ -33,17 +33,19 @@ ffi::Error TreeBuild(cudaStream_t stream, Any log_probs, Any token_ids, Any root
 }
 
 ffi::Error VerifyAttn(cudaStream_t stream, Any query, Any cache, Any ancestors, Any lengths, Any num_nodes, Any layer,
-                      Out out, Out workspace, float scale, int32_t path) {
+                      Any cache_scale, Out out, Out workspace, float scale, int32_t path) {
   ddtree_verify_attn_args args{};
-  ffi::Error error = VerifyAttnArgs(query, cache, ancestors, lengths, num_nodes, layer, out, scale, path, &args);
+  ffi::Error error =
+      VerifyAttnArgs(query, cache, ancestors, lengths, num_nodes, layer, cache_scale, out, scale, path, &args);
   if (error.failure()) return error;
   SetWorkspace(workspace, &args);
   return Status(ddtree_verify_attn_cuda(&args, stream));
 }
 
-ffi::Error AppendLatents(cudaStream_t stream, Any cache, Any latents, Any lengths, Any layer, Out out) {
+ffi::Error AppendLatents(cudaStream_t stream, Any cache, Any latents, Any lengths, Any layer, Any cache_scale,
+                         Out out) {
   ddtree_append_latents_args args{};
-  ffi::Error error = AppendLatentsArgs(cache, latents, lengths, layer, out, &args);
+  ffi::Error error = AppendLatentsArgs(cache, latents, lengths, layer, cache_scale, out, &args);
   return error.failure() ? error : Status(ddtree_append_latents_cuda(&args, stream));
 }
 
@@ -86,11 +88,11 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(TreeBuildCuda, TreeBuild,
                               {ffi::Traits::kCmdBufferCompatible});
 XLA_FFI_DEFINE_HANDLER_SYMBOL(VerifyAttnCuda, VerifyAttn,
                               OnStream().Arg<Any>().Arg<Any>().Arg<Any>().Arg<Any>().Arg<Any>().Arg<Any>()
-                                  .Ret<Any>().Ret<Any>().Attr<float>("scale")
+                                  .Arg<Any>().Ret<Any>().Ret<Any>().Attr<float>("scale")
                                   .Attr<int32_t>("path"),
                               {ffi::Traits::kCmdBufferCompatible});
 XLA_FFI_DEFINE_HANDLER_SYMBOL(AppendLatentsCuda, AppendLatents,
-                              OnStream().Arg<Any>().Arg<Any>().Arg<Any>().Arg<Any>().Ret<Any>(),
+                              OnStream().Arg<Any>().Arg<Any>().Arg<Any>().Arg<Any>().Arg<Any>().Ret<Any>(),
                               {ffi::Traits::kCmdBufferCompatible});
 XLA_FFI_DEFINE_HANDLER_SYMBOL(TreeAcceptCuda, TreeAccept,
                               OnStream().Arg<Any>().Arg<Any>().Arg<Any>().Arg<Any>().Arg<Any>().Arg<Any>().Arg<Any>()

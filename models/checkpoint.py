@@ -42,7 +42,12 @@ _DTYPES = {"BF16": jnp.bfloat16, "F32": jnp.float32}
 
 
 def load_target(
-    path: str | os.PathLike, *, mesh=None, dtype=None, rules: ShardingRules | None = None
+    path: str | os.PathLike,
+    *,
+    mesh=None,
+    dtype=None,
+    rules: ShardingRules | None = None,
+    cache_dtype=None,
 ) -> KimiK26:
     """Loads a folder of Kimi K2, K2-Thinking, K2.5 or K2.6, or a DeepSeek-V3 one as transformers writes it.
 
@@ -57,6 +62,7 @@ def load_target(
         device where they are called, and decoding over a mesh is not offered.
       dtype: "float32" or "bfloat16" for all other parameters; the checkpoint's own by default.
       rules: which axes of the parameters lie on which axis of the mesh.
+      cache_dtype: of the latent cache, "float8_e4m3fn" for half of bfloat16's bytes; `dtype` by default.
 
     Raises:
       FileNotFoundError: the folder, its config.json, its weights or a shard is missing.
@@ -81,7 +87,7 @@ def load_target(
     if config.tie_word_embeddings and "lm_head.weight" in tensors.names:
         _check_tied(tensors, config)
     dtype = wanted or _stored_dtype(tensors, "model.embed_tokens.weight")
-    target = nnx.eval_shape(lambda: KimiK26(config, dtype=dtype))
+    target = nnx.eval_shape(lambda: KimiK26(config, dtype=dtype, cache_dtype=cache_dtype))
     shardings = {} if mesh is None else (rules or ShardingRules()).shardings(target, mesh)
     _fill(target, target_rules(target, tensors.names), tensors, shardings)
     return target

@@ -13,7 +13,7 @@ from flax import nnx
 from .checkpoint import check_pair
 from .config import LATENT_DIM, ROPE_DIM, DFlashConfig, KimiK26Config
 from .dflash import DFlashDrafter
-from .kimi_k26 import KimiK26
+from .kimi_k26 import KimiK26, latent_cache_dtype
 from .layout import Path
 from .tensors import INDEX, read_index
 
@@ -67,6 +67,7 @@ def footprint(
     drafter_path: str | os.PathLike | None = None,
     *,
     dtype="bfloat16",
+    cache_dtype=None,
 ) -> Footprint:
     """Computes it without reading a weight.
 
@@ -74,11 +75,12 @@ def footprint(
       target_path: a folder with config.json and, if sharded, its index.
       drafter_path: the drafter's folder.
       dtype: what everything but packed experts is held in, "float32" or "bfloat16".
+      cache_dtype: of the target's cache, `dtype` by default or "float8_e4m3fn".
 
     Raises:
       FileNotFoundError: no config.json.
-      ValueError: a config.json that `load_target` or `load_drafter` would refuse, or an index of
-        another number of layers.
+      ValueError: a config.json or a dtype that `load_target` or `load_drafter` would refuse, or an index
+        of another number of layers.
     """
     config = KimiK26Config.from_json(target_path)
     _check_index(target_path, config)
@@ -92,7 +94,8 @@ def footprint(
             experts += nbytes
         else:
             rest += nbytes
-    row = config.num_hidden_layers * (LATENT_DIM + ROPE_DIM) * size
+    latent = latent_cache_dtype(cache_dtype, dtype).itemsize
+    row = config.num_hidden_layers * (LATENT_DIM + ROPE_DIM) * latent
     drafter = 0
     if drafter_path is not None:
         draft = DFlashConfig.from_json(drafter_path)

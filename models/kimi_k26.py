@@ -138,6 +138,24 @@ class DecoderLayer(nnx.Module):
             return x + (self.mlp(normed, valid) if self.is_moe else self.mlp(normed))
 
 
+def latent_cache_dtype(cache_dtype, dtype):
+    """The dtype of a latent cache: that of the model by default, else float8_e4m3fn.
+
+    Raises:
+      ValueError: another dtype.
+    """
+    dtype = jnp.dtype(dtype)
+    try:
+        wanted = dtype if cache_dtype is None else jnp.dtype(cache_dtype)
+    except TypeError as error:
+        raise ValueError(f"cache_dtype: {cache_dtype!r} is no dtype") from error
+    if wanted not in (dtype, jnp.float8_e4m3fn):
+        raise ValueError(
+            f"cache_dtype must be the model's {dtype.name} or float8_e4m3fn, not {wanted.name}"
+        )
+    return wanted
+
+
 class KimiK26(nnx.Module):
     """The text model. B requests, T tokens, D hidden_size, V vocab_size.
 
@@ -146,6 +164,12 @@ class KimiK26(nnx.Module):
       dtype: dtype of the parameters and, by them, of the activations.
       rngs: source of random parameters; without it they are zero.
       experts: "float", "fp8" or "int4", how the routed experts are held; the config's way by default.
+      cache_dtype: dtype of the latent cache: float8_e4m3fn takes half of bfloat16's bytes; the model's
+        own by default.
+      cache_scale: for such a cache, what its numbers are multiplied with, one for each layer; 1 by
+        default. A latent is RMS-normalised, so that no number of it exceeds sqrt(512) = 22.6 times the
+        norm's weight, far within e4m3's 448, and most of them lie where e4m3 keeps its full three bits.
+        The 64 rotary numbers are not normalised: a layer where they pass 448 wants a scale.
     """
 
     def __init__(
@@ -155,6 +179,8 @@ class KimiK26(nnx.Module):
         dtype=jnp.bfloat16,
         rngs: nnx.Rngs | None = None,
         experts: str | None = None,
+        cache_dtype=None,
+        cache_scale: tuple[float, ...] | None = None,
     ):
         experts = config.experts if experts is None else experts
         if experts not in ("float", "fp8", "int4"):
@@ -175,6 +201,18 @@ class KimiK26(nnx.Module):
                 std=config.initializer_range,
             )
         self.config = config
+        wanted = latent_cache_dtype(cache_dtype, dtype)
+        self._rounds_cache = wanted == jnp.float8_e4m3fn
+        if cache_scale is not None:
+            if not self._rounds_cache:
+                raise ValueError("cache_scale is for cache_dtype float8_e4m3fn: leave it out")
+            cache_scale = tuple(float(scale) for scale in cache_scale)
+            if len(cache_scale) != config.num_hidden_layers:
+                raise ValueError(
+                    f"cache_scale must have a number for each of {config.num_hidden_layers} layers, "
+                    f"not {len(cache_scale)}"
+                )
+        self.cache_scale = cache_scale
 
     @property
     def vocab_size(self) -> int:
@@ -197,6 +235,11 @@ class KimiK26(nnx.Module):
     def dtype(self):
         """Dtype of the parameters."""
         return self.embed_tokens[...].dtype
+
+    @property
+    def cache_dtype(self):
+        """Dtype of the latent cache."""
+        return jnp.dtype(jnp.float8_e4m3fn) if self._rounds_cache else self.dtype
 
     def embed(self, tokens: jax.Array) -> jax.Array:
         """i32[...] to [..., D]; ids outside the vocabulary are clamped."""
@@ -238,9 +281,9 @@ class KimiK26(nnx.Module):
         return self.norm(x), _tapped(outputs, taps)
 
     def init_cache(self, batch: int, rows: int) -> jax.Array:
-        """An empty latent cache [layers, batch, rows, 576] in the model's dtype."""
+        """An empty latent cache [layers, batch, rows, 576] of `cache_dtype`."""
         shape = (self.num_layers, batch, rows, LATENT_DIM + ROPE_DIM)
-        return jnp.zeros(shape, self.dtype)
+        return jnp.zeros(shape, self.cache_dtype)
 
     def verify(
         self, tree, cache: jax.Array, lengths: jax.Array, *, taps: tuple[int, ...] = ()
@@ -249,7 +292,7 @@ class KimiK26(nnx.Module):
 
         Args:
           tree: `ddtree_jax.DraftTree` of N nodes.
-          cache: [layers, B, S, 576], `lengths` rows of it in use; updated in place under jit.
+          cache: from `init_cache`, [layers, B, S, 576], `lengths` rows of it in use; updated in place under jit.
           lengths: i32[B]; the tree's rows go to lengths .. lengths + N - 1, a node's position is
             lengths + its depth.
           taps: 0-based layers whose outputs to return.
@@ -266,14 +309,17 @@ class KimiK26(nnx.Module):
         valid = jnp.arange(tree.tokens.shape[1]) < tree.num_nodes[:, None]
         cos, sin = rope.cos_sin(self.config.rope, ROPE_DIM, positions, x.dtype)
         scale = self.config.softmax_scale
+        scaled = {}
+        if self.cache_scale is not None:
+            scaled = {"cache_scale": jnp.asarray(self.cache_scale, jnp.float32)}
         outputs = []
         for index, layer in enumerate(self.layers):
             with jax.named_scope("attention"):
                 normed = layer.input_layernorm(x)
                 rows = layer.self_attn.latents(normed, cos, sin)
-                cache = append_latents(cache, rows, lengths, layer=index)
+                cache = append_latents(cache, rows, lengths, layer=index, **scaled)
                 query = layer.self_attn.absorbed_queries(normed, cos, sin)
-                mixed = verify_attn(query, cache, lengths, tree, scale=scale, layer=index)
+                mixed = verify_attn(query, cache, lengths, tree, scale=scale, layer=index, **scaled)
                 x = x + layer.self_attn.project(mixed)
             x = layer.feed_forward(x, valid)
             outputs.append(x)

@@ -15,8 +15,10 @@ OK, INVALID, LAUNCH_FAILED, WRONG_VERSION, NO_CUDA = range(5)  # ddtree_status
 SIZES = {
     "draft_topk": dict(rows=2, vocab=3000, k=4),
     "tree_build": dict(batch=1, depth=2, k=3, budget=4),
-    "verify_attn": dict(layers=1, batch=1, rows=9, nodes=3, heads=2, dtype=_clib.BF16),
-    "append_latents": dict(layers=1, batch=1, rows=4, nodes=2, width=3),
+    "verify_attn": dict(
+        layers=1, batch=1, rows=9, nodes=3, heads=2, dtype=_clib.BF16, cache_dtype=_clib.E4M3
+    ),
+    "append_latents": dict(layers=1, batch=1, rows=4, nodes=2, width=3, cache_dtype=_clib.E4M3),
     "tree_accept": dict(batch=1, max_nodes=4, depth=2, num_stops=1),
     "commit_path": dict(layers=1, batch=1, rows=4, width=3, path=2),
     "expert_mlp": dict(tokens=1, top_k=1, experts=2, hidden=32, inner=32, dtype=_clib.BF16),

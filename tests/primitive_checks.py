@@ -19,6 +19,12 @@ TREE_FIELDS = (
     "num_nodes",
 )
 DTYPES = {"float32": np.dtype(np.float32), "bfloat16": np.dtype(ml_dtypes.bfloat16)}
+E4M3 = np.dtype(ml_dtypes.float8_e4m3fn)
+#: Dtypes of the arithmetic and of the cache.
+CACHES = {
+    **{name: (dtype, dtype) for name, dtype in DTYPES.items()},
+    **{f"{name}-e4m3": (dtype, E4M3) for name, dtype in DTYPES.items()},
+}
 
 #: Jitted once, so that checks of one shape share a compilation.
 draft_topk = jax.jit(ddtree_jax.draft_topk, static_argnums=1)
@@ -84,50 +90,134 @@ def check_draft_topk(logits, k):
     assert (np.asarray(log_probs) <= 0).all()
 
 
-def random_attention(rng, dtype, *, batch, budget, heads, rows, layers=2, depth=7, lengths=None):
-    """(query, cache, lengths, tree): the cache is NaN wherever no node may look."""
+def random_scale(rng, cache_dtype, layers):
+    """A scale for each layer of an e4m3 cache, None for another."""
+    if cache_dtype != E4M3:
+        return None
+    return np.exp2(rng.uniform(-4, 3, layers)).astype(np.float32)
+
+
+def random_attention(
+    rng,
+    dtype,
+    *,
+    batch,
+    budget,
+    heads,
+    rows,
+    layers=2,
+    depth=7,
+    lengths=None,
+    cache_dtype=None,
+    cache_scale=None,
+):
+    """(query, cache, lengths, tree): the cache is NaN wherever no node may look.
+
+    Its values, by `cache_scale` where there is one, are normal whatever its dtype.
+    """
     nodes = budget + 1
     tree = random_tree(rng, batch, budget=budget, depth=depth)
     if lengths is None:
         lengths = rng.integers(0, rows - nodes + 1, batch)
     lengths = np.asarray(lengths, np.int32)
     query = rng.normal(size=(batch, nodes, heads, 576)).astype(dtype)
-    cache = rng.normal(size=(layers, batch, rows, 576)).astype(dtype)
+    values = rng.normal(size=(layers, batch, rows, 576))
+    if cache_scale is not None:
+        values = values / cache_scale[:, None, None, None]
+    cache = values.astype(cache_dtype or dtype)
     for b in range(batch):
         cache[:, b, lengths[b] + nodes :] = np.nan
         query[b, tree.num_nodes[b] :] = np.nan
     return query, cache, lengths, tree
 
 
-def check_verify_attn(query, cache, lengths, tree, *, scale, layer, path="auto"):
-    """Rows equal float64 attention; rows past num_nodes equal their own latent."""
-    got = verify_attn(query, cache, lengths, tree, scale=scale, layer=np.int32(layer), path=path)
+def check_verify_attn(query, cache, lengths, tree, *, scale, layer, path="auto", cache_scale=None):
+    """Rows equal float64 attention over the values of the cache; rows past num_nodes equal their own latent."""
+    options = {"scale": scale, "cache_scale": cache_scale}
+    got = verify_attn(query, cache, lengths, tree, layer=np.int32(layer), path=path, **options)
     assert got.dtype == query.dtype
     got = np.asarray(got).astype(np.float64)
     clean = np.where(np.isnan(query.astype(np.float32)), 0, query.astype(np.float32))
     want = reference.verify_attn(
-        clean, cache, lengths, tree.ancestors, tree.num_nodes, scale=scale, layer=layer
+        clean, cache, lengths, tree.ancestors, tree.num_nodes, layer=layer, **options
     )
     error = np.abs(got - want).max(axis=-1) / np.abs(want).max(axis=-1)
     # A float32 score is known to 2^-24 of itself, and a weight inherits that absolute error of its score.
-    rows = np.nan_to_num(
-        cache[np.clip(layer, 0, len(cache) - 1)].astype(np.float64), posinf=0, neginf=0
-    )
+    layer = np.clip(layer, 0, len(cache) - 1)
+    rows = np.nan_to_num(cache[layer].astype(np.float64), posinf=0, neginf=0)
+    if cache_scale is not None:
+        rows *= cache_scale[layer]
     products = np.einsum("bnhd,bsd->bnhs", clean.astype(np.float64), rows)
     rounding = 4 * 2.0**-24 * scale * np.abs(products).max()
     assert error.max() < (1e-5 + rounding if query.dtype == np.float32 else 1e-2)
     return got
 
 
-def check_append_latents(rng, dtype, *, layers, batch, rows, nodes, width):
+def check_append_latents(rng, dtype, *, layers, batch, rows, nodes, width, cache_dtype=None):
     """Rows land at each request's length, and what falls outside is dropped."""
-    cache = rng.normal(size=(layers, batch, rows, width)).astype(dtype)
+    cache = rng.normal(size=(layers, batch, rows, width)).astype(cache_dtype or dtype)
+    cache_scale = random_scale(rng, cache_dtype, layers)
     latents = rng.normal(size=(batch, nodes, width)).astype(dtype)
     lengths = rng.integers(-nodes - 1, rows + 2, batch, dtype=np.int32)
     for layer in (-1, 0, layers - 1, layers):
-        got = append_latents(cache, latents, lengths, layer=jnp.int32(layer))
-        want = reference.append_latents(cache, latents, lengths, layer=layer)
-        np.testing.assert_array_equal(np.asarray(got), want)
+        scaled = {"cache_scale": cache_scale}
+        got = append_latents(cache, latents, lengths, layer=jnp.int32(layer), **scaled)
+        want = reference.append_latents(cache, latents, lengths, layer=layer, **scaled)
+        np.testing.assert_array_equal(np.asarray(got).view(np.uint8), want.view(np.uint8))
+
+
+def check_append_to_e4m3(rng, dtype):
+    """What latents of every size, ties, zeros and numbers that are not finite become, byte for byte."""
+    numbers = np.arange(256, dtype=np.uint8).view(E4M3).astype(np.float32)
+    finite = np.sort(numbers[np.isfinite(numbers)])
+    ties = (finite[1:] + finite[:-1]) / 2
+    random = rng.normal(size=4096) * np.exp2(rng.uniform(-16, 12, 4096))
+    edges = [0.0, -0.0, 447.9, 448.1, 464.0, 480.0, -1e38, 3.4e38, np.inf, -np.inf, np.nan]
+    near = np.concatenate([np.nextafter(ties, np.float32(s)) for s in (-1e9, 1e9)])
+    values = np.concatenate([numbers, ties, near, random, edges]).astype(np.float32)
+    values[np.abs(values) < 2.0**-126] = (
+        0  # subnormals count as zero on XLA's threads, and 0 / 0 is NaN
+    )
+    values = values.astype(dtype)
+    latents = values[None, None]
+    scales = np.array([1.0, 0.25, 1 / 3, 0.0, np.nan, 1e-30], np.float32)
+    cache, lengths = np.zeros((len(scales), 1, 1, len(values)), E4M3), np.zeros(1, np.int32)
+    for layer in range(len(scales)):
+        for cache_scale in (scales, None):
+            options = {"layer": np.int32(layer), "cache_scale": cache_scale}
+            got = np.asarray(append_latents(cache, latents, lengths, **options))
+            want = reference.append_latents(cache, latents, lengths, **options)
+            np.testing.assert_array_equal(got.view(np.uint8), want.view(np.uint8))
+            by = 1.0 if cache_scale is None else cache_scale[layer]
+            if by in (
+                1.0,
+                0.25,
+            ):  # exact quotients: the nearest of all numbers, found by looking at all of them
+                wide = np.clip(values.astype(np.float64) / by, -448, 448)
+                wide = wide[np.isfinite(values.astype(np.float64))]
+                written = got[layer, 0, 0].astype(np.float64)
+                away = np.abs(wide[:, None] - finite).min(axis=1)
+                sound = np.isfinite(values.astype(np.float64))
+                np.testing.assert_array_equal(np.abs(written[sound] - wide), away)
+                assert np.isnan(written[~sound]).all()
+
+
+def check_e4m3_bytes(dtype, **options):
+    """All 256 bytes of an e4m3 cache convert exactly, seen alone and under attention."""
+    numbers = np.arange(256, dtype=np.uint8).view(E4M3)
+    want = numbers.astype(np.float32)
+    want[~np.isfinite(want)] = np.nan
+    # A row past num_nodes returns its own latent; one that sees only itself has a weight of 1.
+    cache = np.zeros((1, 256, 1, 576), E4M3)
+    cache[0, :, 0, :512] = numbers[:, None]
+    query, lengths = np.zeros((256, 1, 2, 576), dtype), np.zeros(256, np.int32)
+    for alive in (0, 1):
+        tree = ddtree_jax.chain_tree(lengths[:, None], np.full(256, alive, np.int32))
+        got = verify_attn(query, cache, lengths, tree, scale=1.0, layer=0, **options)
+        got = np.asarray(got).astype(np.float32)[:, 0]
+        np.testing.assert_array_equal(got, np.broadcast_to(want[:, None, None], got.shape))
+        sound = np.isfinite(want) & (want != 0)  # a sum that starts at zero has no negative zero
+        np.testing.assert_array_equal(np.signbit(got)[sound, 0, 0], np.signbit(want)[sound])
 
 
 def check_commit_path(rng, dtype, *, layers, batch, rows, nodes, depth, width):
@@ -142,9 +232,8 @@ def check_commit_path(rng, dtype, *, layers, batch, rows, nodes, depth, width):
     lengths = rng.integers(-2, rows + 2, batch, dtype=np.int32)
     accepted = ddtree_jax.AcceptedPath(path, path, count, np.zeros(batch, bool))
     got = commit_path(cache, accepted, lengths)
-    np.testing.assert_array_equal(
-        np.asarray(got), reference.commit_path(cache, path, count, lengths)
-    )
+    want = reference.commit_path(cache, path, count, lengths)
+    np.testing.assert_array_equal(np.asarray(got).view(np.uint8), want.view(np.uint8))
 
 
 def check_tree_accept(rng, tree, *, stop_tokens, limited):

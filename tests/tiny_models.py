@@ -67,10 +67,13 @@ DRAFTER = {
 }
 
 
-def random_target(rng, *, dtype=jnp.float32, experts="float", **changes) -> KimiK26:
+def random_target(
+    rng, *, dtype=jnp.float32, experts="float", cache_dtype=None, cache_scale=None, **changes
+) -> KimiK26:
     """A target of `TARGET` with `changes` to its config.json."""
     config = dataclasses.replace(KimiK26Config.from_json({**TARGET, **changes}), experts=experts)
-    return _fill(rng, nnx.eval_shape(lambda: KimiK26(config, dtype=dtype)))
+    options = dict(dtype=dtype, cache_dtype=cache_dtype, cache_scale=cache_scale)
+    return _fill(rng, nnx.eval_shape(lambda: KimiK26(config, **options)))
 
 
 def random_drafter(rng, *, dtype=jnp.float32, **changes) -> DFlashDrafter:

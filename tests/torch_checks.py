@@ -17,6 +17,8 @@ def to_torch(array, device="cpu"):
     array = np.array(array, order="C")
     if array.dtype == ml_dtypes.bfloat16:
         return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16).to(device)
+    if array.dtype == ml_dtypes.float8_e4m3fn:
+        return torch.from_numpy(array.view(np.uint8)).view(torch.float8_e4m3fn).to(device)
     if array.dtype == np.uint32:
         array = array.view(np.int32)
     return torch.from_numpy(array).to(device)
@@ -32,6 +34,7 @@ def bits(value):
     if isinstance(value, torch.Tensor):
         value = value.detach().cpu().contiguous()
         value = value.view(torch.int16) if value.dtype == torch.bfloat16 else value
+        value = value.view(torch.uint8) if value.dtype == torch.float8_e4m3fn else value
         return np.ascontiguousarray(value.numpy()).view(np.uint8)
     return np.ascontiguousarray(np.asarray(value)).view(np.uint8)
 
@@ -70,21 +73,25 @@ def check_tree_build(rng, device, *, batch, depth, k, budget, keep_spine):
     assert got.max_depth == want.max_depth
 
 
-def check_verify_attn(rng, device, dtype, *, batch, budget, heads, rows, path="auto"):
+def check_verify_attn(
+    rng, device, dtype, *, batch, budget, heads, rows, path="auto", cache_dtype=None
+):
+    cache_scale = jax_side.random_scale(rng, cache_dtype, 2)
+    sizes = dict(batch=batch, budget=budget, heads=heads, rows=rows)
     query, cache, lengths, tree = jax_side.random_attention(
-        rng, dtype, batch=batch, budget=budget, heads=heads, rows=rows
+        rng, dtype, **sizes, cache_dtype=cache_dtype, cache_scale=cache_scale
     )
+    where = dict(scale=0.07, layer=1, path=path)
     want = ddtree_jax.verify_attn(
-        jnp.asarray(query), jnp.asarray(cache), lengths, tree, scale=0.07, layer=1, path=path
+        jnp.asarray(query), jnp.asarray(cache), lengths, tree, **where, cache_scale=cache_scale
     )
     got = bridge.verify_attn(
         to_torch(query, device),
         to_torch(cache, device),
         to_torch(lengths, device),
         tree_to_torch(tree, device),
-        scale=0.07,
-        layer=1,
-        path=path,
+        **where,
+        cache_scale=None if cache_scale is None else to_torch(cache_scale, device),
     )
     assert_same_bits(got, want)
 
@@ -108,10 +115,12 @@ def check_tree_accept(rng, device, *, batch, budget, stop_tokens):
         assert_same_bits(getattr(got, name), getattr(want, name), name)
 
 
-def check_cache(rng, device, dtype, *, layers, batch, rows, nodes, width):
+def check_cache(rng, device, dtype, *, layers, batch, rows, nodes, width, cache_dtype=None):
     """append_latents and then commit_path, in place."""
-    cache = rng.standard_normal((layers, batch, rows, width)).astype(dtype)
+    cache = rng.standard_normal((layers, batch, rows, width)).astype(cache_dtype or dtype)
     latents = rng.standard_normal((batch, nodes, width)).astype(dtype)
+    latents[0, 0, 0], latents[0, 0, 1] = np.nan, np.inf
+    cache_scale = jax_side.random_scale(rng, cache_dtype, layers)
     lengths = rng.integers(-2, rows, batch, dtype=np.int32)
     count = rng.integers(0, nodes + 1, batch, dtype=np.int32)
     path = np.full((batch, nodes), -1, np.int32)
@@ -119,10 +128,13 @@ def check_cache(rng, device, dtype, *, layers, batch, rows, nodes, width):
         path[b, : count[b]] = np.sort(rng.choice(nodes, count[b], replace=False))
     accepted = ddtree_jax.AcceptedPath(path, path, count, np.zeros(batch, bool))
     layer = int(rng.integers(layers))
-    want = ddtree_jax.append_latents(jnp.asarray(cache), jnp.asarray(latents), lengths, layer=layer)
+    where = {"layer": layer, "cache_scale": cache_scale}
+    want = ddtree_jax.append_latents(jnp.asarray(cache), jnp.asarray(latents), lengths, **where)
     held = to_torch(cache, device)
     on_device = to_torch(lengths, device)
-    assert bridge.append_latents(held, to_torch(latents, device), on_device, layer=layer) is held
+    if cache_scale is not None:
+        where["cache_scale"] = to_torch(cache_scale, device)
+    assert bridge.append_latents(held, to_torch(latents, device), on_device, **where) is held
     assert_same_bits(held, want)
     want = ddtree_jax.commit_path(want, accepted, lengths)
     moved = bridge.AcceptedPath(

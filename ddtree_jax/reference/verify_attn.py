@@ -5,7 +5,7 @@ import numpy as np
 LATENT_DIM = 512
 
 
-def verify_attn(query, cache, lengths, ancestors, num_nodes, *, scale, layer):
+def verify_attn(query, cache, lengths, ancestors, num_nodes, *, scale, layer, cache_scale=None):
     """Softmax attention in float64 over exactly the rows that each node may see.
 
     Args:
@@ -16,12 +16,16 @@ def verify_attn(query, cache, lengths, ancestors, num_nodes, *, scale, layer):
       num_nodes: i32[B]. A row past it sees only itself.
       scale: multiplies the scores.
       layer: an int, clamped to 0 .. layers - 1.
+      cache_scale: f32[layers] that multiplies the cache's numbers; None means 1.
 
     Returns:
       f64[B, N, H, 512].
     """
     query = np.asarray(query).astype(np.float64)
-    rows = np.asarray(cache)[min(max(int(layer), 0), len(cache) - 1)].astype(np.float64)
+    layer = min(max(int(layer), 0), len(cache) - 1)
+    rows = np.asarray(cache)[layer].astype(np.float64)
+    if cache_scale is not None:
+        rows = rows * np.float64(cache_scale[layer])
     batch, nodes, heads, _ = query.shape
     out = np.zeros((batch, nodes, heads, LATENT_DIM))
     for b in range(batch):

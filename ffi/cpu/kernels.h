@@ -8,6 +8,7 @@
 #include <cstring>
 
 #include "ffi/ddtree.h"
+#include "ffi/e4m3.h"
 
 // One build serves every x86-64: the loader picks the clone that the processor runs, when AddressSanitizer is not up
 // yet.
@@ -34,9 +35,12 @@ inline float FromBf16(uint16_t x) {
   return y;
 }
 
-// Numbers of either dtype as float32. Static: files would share an inline function's resolver, but not its clones.
+// Numbers of any dtype as float32. Static: files would share an inline function's resolver, but not its clones.
 [[maybe_unused]] static DDTREE_CLONES void Widen(const uint16_t* x, int64_t count, float* out) {
   for (int64_t i = 0; i < count; ++i) out[i] = FromBf16(x[i]);
+}
+[[maybe_unused]] static DDTREE_CLONES void Widen(const uint8_t* x, int64_t count, float* out) {  // e4m3
+  for (int64_t i = 0; i < count; ++i) out[i] = FromE4m3(x[i]);
 }
 inline void Widen(const float* x, int64_t count, float* out) { std::copy(x, x + count, out); }
 

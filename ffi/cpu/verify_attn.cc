@@ -10,6 +10,7 @@
 #include "ffi/arguments.h"
 #include "ffi/cpu/kernels.h"
 #include "ffi/ddtree.h"
+#include "ffi/e4m3.h"
 
 #ifdef __SSE__
 #include <xmmintrin.h>
@@ -73,7 +74,7 @@ struct alignas(64) Item {
   float query[kMaxRows * kRow];
   float out[kMaxRows * kLatent];
   float scores[kMaxRows * kKeys];
-  float tile[kKeys * kRow];  // bf16 keys, widened
+  float tile[kKeys * kRow];  // keys of fewer bits, widened
   float max[kMaxRows], sum[kMaxRows];
   int64_t path[DDTREE_MAX_NODES];  // a row's ancestors
 };
@@ -171,13 +172,13 @@ void Attend(const float* query, int64_t rows, const float* const* keys, int64_t 
 }
 
 // Where key `index` can be read as float32: in the cache, or widened in `tile`.
-template <typename T>
-const float* Key(const T* cache, int64_t index, float* tile) {
-  if constexpr (sizeof(T) == 2) {
+template <typename C>
+const float* Key(const C* cache, int64_t index, float* tile) {
+  if constexpr (sizeof(C) == 4) {
+    return cache + index * kRow;
+  } else {
     Widen(cache + index * kRow, kRow, tile);
     return tile;
-  } else {
-    return cache + index * kRow;
   }
 }
 
@@ -192,21 +193,30 @@ void Store(const float* x, float factor, T* y) {
   }
 }
 
-// Rows first .. first + rows - 1 of request b.
-template <typename T>
+// Rows first .. first + rows - 1 of request b. T is float or bf16's bits, and C the same or e4m3's.
+template <typename T, typename C>
 void Run(const ddtree_verify_attn_args& a, int64_t b, int64_t first, int64_t rows, Item* item) {
   const int64_t heads = a.heads, words = (a.nodes + 31) / 32;
   const int64_t layer = std::clamp<int64_t>(*a.layer, 0, a.layers - 1);
   const int64_t length = std::clamp<int64_t>(a.lengths[b], 0, a.rows - a.nodes);
-  const T* cache = static_cast<const T*>(a.cache) + (layer * a.batch + b) * a.rows * kRow;
+  const C* cache = static_cast<const C*>(a.cache) + (layer * a.batch + b) * a.rows * kRow;
   const T* query = static_cast<const T*>(a.query) + (b * a.nodes * heads + first) * kRow;
   T* out = static_cast<T*>(a.out) + (b * a.nodes * heads + first) * kLatent;
   const int64_t num_nodes = std::clamp<int64_t>(a.num_nodes[b], 0, a.nodes);
   const int64_t live = std::clamp<int64_t>(num_nodes * heads - first, 0, rows);
 
+  // What multiplies every number of an e4m3 cache, here the scores and the sums instead.
+  const float cache_scale = a.cache_scale != nullptr ? a.cache_scale[layer] : 1.0f;
+  const float scale = a.scale * cache_scale;
+
   for (int64_t r = live; r < rows; ++r) {  // A row that sees itself alone returns its own latent.
-    const T* own = cache + (length + (first + r) / heads) * kRow;
-    std::copy(own, own + kLatent, out + r * kLatent);
+    const C* own = cache + (length + (first + r) / heads) * kRow;
+    if constexpr (sizeof(C) == 1) {
+      Widen(own, kLatent, item->tile);
+      Store(item->tile, cache_scale, out + r * kLatent);
+    } else {
+      std::copy(own, own + kLatent, out + r * kLatent);
+    }
   }
   if (live == 0) return;
   const int64_t padded = (live + 3) / 4 * 4;
@@ -220,7 +230,7 @@ void Run(const ddtree_verify_attn_args& a, int64_t b, int64_t first, int64_t row
   for (int64_t start = 0; start < length; start += kKeys) {
     const int64_t count = std::min(kKeys, length - start);
     for (int64_t k = 0; k < count; ++k) keys[k] = Key(cache, start + k, item->tile + k * kRow);
-    Attend<4>(item->query, padded, keys, count, a.scale, item->scores, item->max, item->sum, item->out);
+    Attend<4>(item->query, padded, keys, count, scale, item->scores, item->max, item->sum, item->out);
   }
   for (int64_t r = 0; r < live; ++r) {
     const uint32_t* bits = a.ancestors + (b * a.nodes + (first + r) / heads) * words;
@@ -231,10 +241,10 @@ void Run(const ddtree_verify_attn_args& a, int64_t b, int64_t first, int64_t row
     for (int64_t start = 0; start < path; start += kKeys) {
       const int64_t count = std::min(kKeys, path - start);
       for (int64_t k = 0; k < count; ++k) keys[k] = Key(cache, item->path[start + k], item->tile + k * kRow);
-      Attend<1>(item->query + r * kRow, 1, keys, count, a.scale, item->scores, item->max + r, item->sum + r,
+      Attend<1>(item->query + r * kRow, 1, keys, count, scale, item->scores, item->max + r, item->sum + r,
                 item->out + r * kLatent);
     }
-    Store(item->out + r * kLatent, 1.0f / item->sum[r], out + r * kLatent);
+    Store(item->out + r * kLatent, cache_scale / item->sum[r], out + r * kLatent);
   }
 }
 
@@ -250,10 +260,11 @@ int ddtree_verify_attn_cpu(const ddtree_verify_attn_args* a, int64_t task, int64
   const int64_t blocks = (rows + step - 1) / step;
   for (int64_t i = task; i < a->batch * blocks; i += tasks) {
     const int64_t b = i / blocks, first = i % blocks * step, count = std::min(step, rows - first);
+    const bool e4m3 = a->cache_dtype == DDTREE_E4M3;
     if (a->dtype == DDTREE_BF16) {
-      ddtree::Run<uint16_t>(*a, b, first, count, &item);
+      (e4m3 ? ddtree::Run<uint16_t, uint8_t> : ddtree::Run<uint16_t, uint16_t>)(*a, b, first, count, &item);
     } else {
-      ddtree::Run<float>(*a, b, first, count, &item);
+      (e4m3 ? ddtree::Run<float, uint8_t> : ddtree::Run<float, float>)(*a, b, first, count, &item);
     }
   }
   return DDTREE_OK;

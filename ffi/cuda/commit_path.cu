@@ -51,7 +51,7 @@ __global__ void __launch_bounds__(kThreads) move_rows(Word* __restrict__ cache, 
 
 int ddtree_commit_path_cuda(const ddtree_commit_path_args* args, void* stream) {
   if (const int status = ddtree::Check(args); status != DDTREE_OK) return status;
-  const int64_t bytes = args->width * ddtree::DtypeBytes(args->dtype);
+  const int64_t bytes = args->width * ddtree::RowElementBytes(args->dtype);
   if (args->batch > INT32_MAX || bytes > INT32_MAX) return DDTREE_INVALID_ARGUMENT;
   const int64_t slabs = args->layers * args->batch;
   if (slabs == 0 || args->rows == 0 || args->path == 0) return DDTREE_OK;

@@ -14,7 +14,8 @@ int with_row_word(int64_t bytes, uintptr_t address, Launch launch) {
   const uintptr_t bits = address | static_cast<uintptr_t>(bytes);
   if (bits % 16 == 0) return launch(uint4{});
   if (bits % 4 == 0) return launch(uint32_t{});
-  return launch(uint16_t{});
+  if (bits % 2 == 0) return launch(uint16_t{});
+  return launch(uint8_t{});
 }
 
 }  // namespace ddtree

@@ -7,6 +7,10 @@
 // are sums over the four warps: each warp owns eight rows, receives the others' parts of them through shared memory,
 // does their softmax, and gives the weights back as the fragments that the second product takes.
 //
+// An e4m3 cache is widened to bfloat16, exactly, while it is brought to shared memory: a step's bytes land behind one
+// stage, two steps ahead, and are spread into it before the first product. From there on it is the same kernel; the
+// layer's scale multiplies the scores and the output.
+//
 // float32: plain arithmetic, a block for each row.
 #include <cuda_bf16.h>
 #include <cuda_runtime.h>
@@ -21,6 +25,7 @@
 #include "ffi/cuda/verify_attn.h"
 #include "ffi/cuda/verify_plan.h"
 #include "ffi/ddtree.h"
+#include "ffi/e4m3.h"
 
 namespace {
 
@@ -45,11 +50,12 @@ constexpr int kSegmentOffset = kSumOffset + kThreads * 4;
 
 // A segment, and where its request's rows are: kept in shared memory since registers are what a thread lacks.
 struct SegmentAndRows : Segment {
-  const __nv_bfloat16* cache;
+  const void* cache;
 };
 
 constexpr int kRunOffset = kSegmentOffset + sizeof(SegmentAndRows);
-constexpr int kSharedBytes = kRunOffset + sizeof(Run);
+constexpr int kScaleOffset = kRunOffset + sizeof(Run);  // of an e4m3 cache: what multiplies scores, then the output
+constexpr int kSharedBytes = kScaleOffset + 2 * sizeof(float);
 static_assert(kSharedBytes <= 99 * 1024, "the smallest opt-in limit among sm_80 and later");
 
 constexpr int kMaxBlocks = 256;  // of the persistent grid
@@ -116,6 +122,75 @@ __device__ __forceinline__ void load_step(uint32_t stage, const __nv_bfloat16* c
     const bool valid = first + static_cast<int>(tail_row) < end;
     copy16_or_zero(tail_to, valid ? from + tail_from : inside, valid);
   }
+}
+
+// The same of e4m3 as it lies: a step's rows are one run of bytes.
+__device__ __forceinline__ void load_step(uint32_t landing, const uint8_t* cache, int first, int end, Place me) {
+  constexpr int kRowChunks = DDTREE_ROW_DIM / 16;
+  const int thread = static_cast<int>(me.warp * 32 + me.lane), chunks = (end - first) * kRowChunks;
+  const uint8_t* from = cache + static_cast<int64_t>(first) * DDTREE_ROW_DIM;
+#pragma unroll
+  for (int j = 0; j < kStep * kRowChunks; j += kThreads) {
+    const int i = thread + j;
+    if (j + kThreads <= kStep * kRowChunks || i < kStep * kRowChunks) {
+      copy16_or_zero(landing + i * 16, i < chunks ? from + i * 16 : cache, i < chunks);
+    }
+  }
+}
+
+// Where the rows of a step land: bfloat16 in the stage where they are used, e4m3 behind the one that they widen into.
+template <typename Cache>
+__device__ __forceinline__ uint32_t landing_of(uint32_t base, int step) {
+  const uint32_t place = static_cast<uint32_t>(step) % kStages;
+  return sizeof(Cache) == 2 ? base + place * kStageBytes : base + kStageBytes + place * (kStageBytes / 2);
+}
+
+// Two e4m3 numbers, in the high bytes of the halves of `spread`, as bfloat16: as bits of bfloat16 they are too small by
+// 2^120, subnormals included. NaN comes out as 480, which is no e4m3 number.
+__device__ __forceinline__ uint32_t widen_pair(uint32_t spread) {
+  const uint32_t bits = (spread & 0x80008000u) | (spread >> 4 & 0x07f007f0u);
+  const __nv_bfloat162 power = __halves2bfloat162(__ushort_as_bfloat16(0x7b80), __ushort_as_bfloat16(0x7b80));
+  const __nv_bfloat162 pair = __hmul2(*reinterpret_cast<const __nv_bfloat162*>(&bits), power);
+  return *reinterpret_cast<const uint32_t*>(&pair);
+}
+
+// Makes 480 NaN.
+__device__ __forceinline__ uint32_t restore_nan(uint32_t pair) {
+  if ((pair & 0x7fffu) == 0x43f0u) pair |= 0x7f80u;
+  if ((pair & 0x7fff0000u) == 0x43f00000u) pair |= 0x7f800000u;
+  return pair;
+}
+
+// Spreads 8 numbers from `from` into the 16-byte chunk at `to`.
+__device__ __forceinline__ void widen_chunk(const uint8_t* from, uint8_t* to) {
+  const uint2 x = *reinterpret_cast<const uint2*>(from);
+  uint4 y = make_uint4(widen_pair(__byte_perm(x.x, 0, 0x1404)), widen_pair(__byte_perm(x.x, 0, 0x3424)),
+                       widen_pair(__byte_perm(x.y, 0, 0x1404)), widen_pair(__byte_perm(x.y, 0, 0x3424)));
+  // A byte of 0x7f or 0xff carries into its eighth bit.
+  if ((((x.x & 0x7f7f7f7fu) + 0x01010101u) | ((x.y & 0x7f7f7f7fu) + 0x01010101u)) & 0x80808080u) {
+    y = make_uint4(restore_nan(y.x), restore_nan(y.y), restore_nan(y.z), restore_nan(y.w));
+  }
+  *reinterpret_cast<uint4*>(to) = y;
+}
+
+// Widens a step of e4m3 rows into a stage, laid out as load_step lays out bfloat16. A warp takes four rows.
+__device__ __forceinline__ void widen_step(const uint8_t* landing, uint8_t* stage, Place me) {
+  const uint32_t row = me.warp * 4, tail_row = row + me.lane / 8;
+  const uint8_t* from = landing + row * DDTREE_ROW_DIM + me.lane * 8;
+  uint8_t* to = stage + row * kRowBytes;
+#pragma unroll
+  for (int j = 0; j < 4; ++j) {
+    uint8_t* chunk = to + j * kRowBytes + ((me.lane ^ (row % 8 + j)) << 4);
+    widen_chunk(from + j * DDTREE_ROW_DIM, chunk);
+    widen_chunk(from + j * DDTREE_ROW_DIM + 256, chunk + 512);
+  }
+  widen_chunk(landing + tail_row * DDTREE_ROW_DIM + 512 + me.lane % 8 * 8,
+              stage + tail_row * kRowBytes + 1024 + ((me.lane % 8 ^ tail_row % 8) << 4));
+}
+
+// What an e4m3 cache's numbers of this call's layer stand for, times themselves.
+__device__ __forceinline__ float layer_scale(const float* cache_scale, const int32_t* layer, int layers) {
+  return cache_scale == nullptr ? 1.0f : cache_scale[min(max(*layer, 0), layers - 1)];
 }
 
 
@@ -191,6 +266,7 @@ __device__ __forceinline__ void clear_not_finite(uint8_t* stage, uint32_t thread
 
 // The softmax of a step: completes the scores of the row that this lane's quad owns, and leaves their weights, laid out
 // as the second product takes them, and by what the row's output so far shrinks.
+template <typename Cache>
 __device__ __forceinline__ void weigh_step(const Problem& p, uint8_t* shared, const Segment& segment, int step,
                                            bool masked, Place me, float (&own)[4][2]) {
   uint8_t* from = me.exchange(shared, me.part);
@@ -203,6 +279,8 @@ __device__ __forceinline__ void weigh_step(const Problem& p, uint8_t* shared, co
       own[t][1] += x.y;
     }
   }
+  float log2_scale = p.log2_scale;
+  if constexpr (sizeof(Cache) == 1) log2_scale = *reinterpret_cast<const float*>(shared + kScaleOffset);
   if (masked) {
     const int row = segment.tile * kTileRows + static_cast<int>(me.warp * 8 + me.lane / 4);
     const int node = min(row / p.heads, segment.nodes - 1);
@@ -213,15 +291,15 @@ __device__ __forceinline__ void weigh_step(const Problem& p, uint8_t* shared, co
     for (int t = 0; t < 4; ++t) {
 #pragma unroll
       for (int e = 0; e < 2; ++e) {
-        const float x = fabsf(own[t][e]) <= FLT_MAX ? own[t][e] * p.log2_scale : NAN;
+        const float x = fabsf(own[t][e]) <= FLT_MAX ? own[t][e] * log2_scale : NAN;
         own[t][e] = seen >> (t * 8 + e) & 1 ? x : -INFINITY;
       }
     }
   } else {
 #pragma unroll
     for (int t = 0; t < 4; ++t) {
-      own[t][0] *= p.log2_scale;
-      own[t][1] *= p.log2_scale;
+      own[t][0] *= log2_scale;
+      own[t][1] *= log2_scale;
     }
   }
   const float maximum = *me.maximum(shared);
@@ -250,13 +328,18 @@ __device__ __forceinline__ void weigh_step(const Problem& p, uint8_t* shared, co
   }
 }
 
+template <typename Cache>
 __device__ void next_segment_and_rows(const Problem& p, Run* run, SegmentAndRows* s) {
   next_segment(p, run, s);
   const int layer = min(max(*p.layer, 0), p.layers - 1);
-  s->cache = p.cache + (static_cast<int64_t>(layer) * p.batch + s->request) * p.rows * DDTREE_ROW_DIM;
+  s->cache = static_cast<const Cache*>(p.cache) +
+             (static_cast<int64_t>(layer) * p.batch + s->request) * p.rows * DDTREE_ROW_DIM;
 }
 
+template <typename Cache>
 __global__ void __launch_bounds__(kThreads, 1) attend(const Problem p) {
+  constexpr bool kE4m3 = sizeof(Cache) == 1;
+  constexpr int kAhead = kE4m3 ? 2 : 1;  // steps that are asked for before they are used
   extern __shared__ __align__(1024) uint8_t shared[];
   SegmentAndRows& segment = *reinterpret_cast<SegmentAndRows*>(shared + kSegmentOffset);
   Run& run = *reinterpret_cast<Run*>(shared + kRunOffset);
@@ -265,14 +348,26 @@ __global__ void __launch_bounds__(kThreads, 1) attend(const Problem p) {
 
   if (thread < 32) {
     start_run(p, blockIdx.x, gridDim.x, thread, &run);
-    if (thread == 0) next_segment_and_rows(p, &run, &segment);
+    if (thread == 0) {
+      next_segment_and_rows<Cache>(p, &run, &segment);
+      if constexpr (kE4m3) {
+        const float scale = layer_scale(p.cache_scale, p.layer, p.layers);
+        *reinterpret_cast<float2*>(shared + kScaleOffset) = make_float2(p.log2_scale * scale, scale);
+      }
+    }
   }
   __syncthreads();
 
   while (segment.request < p.batch) {
-    load_step(base + static_cast<uint32_t>(segment.step) % kStages * kStageBytes, segment.cache, segment.step * kStep,
-              segment.length + segment.nodes, Place(thread));
-    commit_copies();
+#pragma unroll
+    for (int ahead = 0; ahead < kAhead; ++ahead) {
+      const int step = segment.step + ahead;
+      if (ahead == 0 || step < segment.end_step) {
+        load_step(landing_of<Cache>(base, step), static_cast<const Cache*>(segment.cache), step * kStep,
+                  segment.length + segment.nodes, Place(thread));
+      }
+      commit_copies();
+    }
 
     uint32_t query[2][kKSteps][4];
     {
@@ -312,17 +407,22 @@ __global__ void __launch_bounds__(kThreads, 1) attend(const Problem p) {
     }
 
     for (int step = segment.step; step < segment.end_step; ++step) {
-      wait_copies<0>();
+      wait_copies<kAhead - 1>();
       __syncthreads();
-      const uint32_t stage = base + static_cast<uint32_t>(step) % kStages * kStageBytes;
+      uint32_t stage = landing_of<Cache>(base, step);
+      if constexpr (kE4m3) {
+        widen_step(shared + (stage - base), shared, Place(thread));
+        __syncthreads();
+        stage = base;
+      }
       const bool masked = (step + 1) * kStep > segment.length;
 
       float own[4][2];
       score_step(shared, stage, query, Place(thread), own);
       // Not before the first product: its reads of shared memory would queue behind these copies.
-      if (step + 1 < segment.end_step) {
-        load_step(base + static_cast<uint32_t>(step + 1) % kStages * kStageBytes, segment.cache, (step + 1) * kStep,
-                  segment.length + segment.nodes, Place(thread));
+      if (step + kAhead < segment.end_step) {
+        load_step(landing_of<Cache>(base, step + kAhead), static_cast<const Cache*>(segment.cache),
+                  (step + kAhead) * kStep, segment.length + segment.nodes, Place(thread));
       }
       commit_copies();
       if (masked) {
@@ -332,7 +432,7 @@ __global__ void __launch_bounds__(kThreads, 1) attend(const Problem p) {
       } else {
         group_barrier(thread / (kParts * 32));
       }
-      weigh_step(p, shared, segment, step, masked, Place(thread), own);
+      weigh_step<Cache>(p, shared, segment, step, masked, Place(thread), own);
       group_barrier(thread / (kParts * 32));
 
       const Place me(thread);
@@ -383,7 +483,9 @@ __global__ void __launch_bounds__(kThreads, 1) attend(const Problem p) {
     sum += __shfl_xor_sync(~0u, sum, 2);
     __syncthreads();  // the stages and the factors are free
     if (segment.step == 0 && segment.end_step == segment.steps) {
-      if (me.lane % 4 == 0) me.factors(shared)[me.part * 8 + me.lane / 4] = 1.0f / sum;
+      float scale = 1.0f;
+      if constexpr (kE4m3) scale = *reinterpret_cast<const float*>(shared + kScaleOffset + 4);
+      if (me.lane % 4 == 0) me.factors(shared)[me.part * 8 + me.lane / 4] = scale / sum;
       group_barrier(thread / (kParts * 32));
 #pragma unroll
       for (int m = 0; m < 2; ++m) {
@@ -430,14 +532,14 @@ __global__ void __launch_bounds__(kThreads, 1) attend(const Problem p) {
         }
     }
     __syncthreads();
-    if (thread == 0) next_segment_and_rows(p, &run, &segment);
+    if (thread == 0) next_segment_and_rows<Cache>(p, &run, &segment);
     __syncthreads();
   }
 }
 
 // Merges the parts of tiles that were cut, and gives rows past num_nodes their own latent. Rows are shared by
 // `kWarpsPerRow` warps; a block has `kRows` rows of a tile, one after the other where its warps are too few.
-template <int kRows, int kWarpsPerRow>
+template <typename Cache, int kRows, int kWarpsPerRow>
 __global__ void __launch_bounds__(kThreads) merge(const Problem p) {
   constexpr int kWidth = DDTREE_LATENT_DIM / kWarpsPerRow, kVectors = kWidth / 128, kUnroll = kVectors == 1 ? 8 : 3;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, column = warp % kWarpsPerRow * kWidth + lane * 4;
@@ -450,6 +552,8 @@ __global__ void __launch_bounds__(kThreads) merge(const Problem p) {
   const bool whole = first_row >= real_rows || parts.whole();
   if (whole && first_row + kRows <= real_rows) return;
   const int count = whole ? 0 : parts.count();
+  float scale = 1.0f;
+  if constexpr (sizeof(Cache) == 1) scale = layer_scale(p.cache_scale, p.layer, p.layers);
   // Lane i knows part i, and in the next 32 parts part 32 + i.
   const float* own = lane < count ? parts.get(p, lane) : nullptr;
 #pragma unroll 1
@@ -459,12 +563,18 @@ __global__ void __launch_bounds__(kThreads) merge(const Problem p) {
     __nv_bfloat16* out = p.out + (static_cast<int64_t>(b) * request_rows + row) * DDTREE_LATENT_DIM + column;
     if (row >= real_rows) {
       const int layer = min(max(*p.layer, 0), p.layers - 1);
-      const __nv_bfloat16* latent =
-          p.cache + ((static_cast<int64_t>(layer) * p.batch + b) * p.rows + r.length + row / p.heads) * DDTREE_ROW_DIM +
-          column;
+      const Cache* latent =
+          static_cast<const Cache*>(p.cache) +
+          ((static_cast<int64_t>(layer) * p.batch + b) * p.rows + r.length + row / p.heads) * DDTREE_ROW_DIM + column;
 #pragma unroll
       for (int v = 0; v < kVectors; ++v) {
-        *reinterpret_cast<uint2*>(out + v * 128) = *reinterpret_cast<const uint2*>(latent + v * 128);
+        if constexpr (sizeof(Cache) == 1) {
+          const uchar4 x = *reinterpret_cast<const uchar4*>(latent + v * 128);
+          *reinterpret_cast<uint2*>(out + v * 128) = make_uint2(pack(FromE4m3(x.x) * scale, FromE4m3(x.y) * scale),
+                                                                pack(FromE4m3(x.z) * scale, FromE4m3(x.w) * scale));
+        } else {
+          *reinterpret_cast<uint2*>(out + v * 128) = *reinterpret_cast<const uint2*>(latent + v * 128);
+        }
       }
       continue;
     }
@@ -516,7 +626,7 @@ __global__ void __launch_bounds__(kThreads) merge(const Problem p) {
         }
       }
     }
-    const float inverse = 1.0f / sum;
+    const float inverse = scale / sum;
 #pragma unroll
     for (int v = 0; v < kVectors; ++v) {
       *reinterpret_cast<uint2*>(out + v * 128) = make_uint2(pack(total[v].x * inverse, total[v].y * inverse),
@@ -525,37 +635,47 @@ __global__ void __launch_bounds__(kThreads) merge(const Problem p) {
   }
 }
 
+template <typename Cache>
 int launch_merge(const Problem& p, cudaStream_t stream) {
   const int64_t tiles = p.batch * ddtree::ceil_div(p.nodes * p.heads, kTileRows);
   // Where rows are few, four warps share one.
   if (tiles <= 32) {
-    merge<2, 4><<<static_cast<int>(tiles * (kTileRows / 2)), kThreads, 0, stream>>>(p);
+    merge<Cache, 2, 4><<<static_cast<int>(tiles * (kTileRows / 2)), kThreads, 0, stream>>>(p);
   } else if (tiles <= 256) {
-    merge<16, 1><<<static_cast<int>(tiles * (kTileRows / 16)), kThreads, 0, stream>>>(p);
+    merge<Cache, 16, 1><<<static_cast<int>(tiles * (kTileRows / 16)), kThreads, 0, stream>>>(p);
   } else {
-    merge<kTileRows, 1><<<static_cast<int>(tiles), kThreads, 0, stream>>>(p);
+    merge<Cache, kTileRows, 1><<<static_cast<int>(tiles), kThreads, 0, stream>>>(p);
   }
   return ddtree::launch_status();
 }
 
 constexpr int kChunk = 128;  // cache rows of a step in float32
 
-__global__ void __launch_bounds__(kThreads) attend_f32(const float* query, const float* all_cache,
+__device__ __forceinline__ float widened(float x) { return x; }
+__device__ __forceinline__ float widened(uint8_t x) { return FromE4m3(x); }
+
+template <typename Cache>
+__global__ void __launch_bounds__(kThreads) attend_f32(const float* query, const Cache* all_cache,
                                                        const uint32_t* ancestors, const int32_t* lengths,
                                                        const int32_t* num_nodes, const int32_t* all_layer, float* out,
                                                        int layers, int batch, int rows, int nodes, int heads, int words,
-                                                       float scale) {
+                                                       float scale, const float* cache_scale) {
   __shared__ float weights[kChunk];
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const int64_t index = blockIdx.x;
   const int node = static_cast<int>(index / heads % nodes), b = static_cast<int>(index / heads / nodes);
   const int length = min(max(lengths[b], 0), rows - nodes), real = min(max(num_nodes[b], 0), nodes);
   const int layer = min(max(*all_layer, 0), layers - 1);
-  const float* cache = all_cache + (static_cast<int64_t>(layer) * batch + b) * rows * DDTREE_ROW_DIM;
+  float value_scale = 1.0f;
+  if constexpr (sizeof(Cache) == 1) {
+    value_scale = layer_scale(cache_scale, all_layer, layers);
+    scale *= value_scale;
+  }
+  const Cache* cache = all_cache + (static_cast<int64_t>(layer) * batch + b) * rows * DDTREE_ROW_DIM;
   out += index * DDTREE_LATENT_DIM;
   if (node >= real) {
     for (int c = threadIdx.x; c < DDTREE_LATENT_DIM; c += kThreads) {
-      out[c] = cache[static_cast<int64_t>(length + node) * DDTREE_ROW_DIM + c];
+      out[c] = widened(cache[static_cast<int64_t>(length + node) * DDTREE_ROW_DIM + c]) * value_scale;
     }
     return;
   }
@@ -569,10 +689,10 @@ __global__ void __launch_bounds__(kThreads) attend_f32(const float* query, const
       const int j = first + i - length;
       float x = -INFINITY;
       if (j < 0 || (j < real && (seen[j / kNodeBits] >> (j % kNodeBits) & 1))) {
-        const float* key = cache + static_cast<int64_t>(first + i) * DDTREE_ROW_DIM;
+        const Cache* key = cache + static_cast<int64_t>(first + i) * DDTREE_ROW_DIM;
         x = 0;
 #pragma unroll
-        for (int c = 0; c < DDTREE_ROW_DIM / 32; ++c) x = fmaf(q[c], key[c * 32 + lane], x);
+        for (int c = 0; c < DDTREE_ROW_DIM / 32; ++c) x = fmaf(q[c], widened(key[c * 32 + lane]), x);
 #pragma unroll
         for (int d = 16; d > 0; d /= 2) x += __shfl_xor_sync(~0u, x, d);
         x = fabsf(x) <= FLT_MAX ? x * scale : NAN;
@@ -594,15 +714,15 @@ __global__ void __launch_bounds__(kThreads) attend_f32(const float* query, const
       const float score = weights[i];
       if (score == -INFINITY) continue;  // not seen
       const float weight = expf(score - shift);
-      const float* value = cache + static_cast<int64_t>(first + i) * DDTREE_ROW_DIM;
+      const Cache* value = cache + static_cast<int64_t>(first + i) * DDTREE_ROW_DIM;
       sum += weight;
-      total[0] = fmaf(weight, value[threadIdx.x], total[0]);
-      total[1] = fmaf(weight, value[threadIdx.x + kThreads], total[1]);
+      total[0] = fmaf(weight, widened(value[threadIdx.x]), total[0]);
+      total[1] = fmaf(weight, widened(value[threadIdx.x + kThreads]), total[1]);
     }
     __syncthreads();
   }
-  out[threadIdx.x] = total[0] / sum;
-  out[threadIdx.x + kThreads] = total[1] / sum;
+  out[threadIdx.x] = total[0] / sum * value_scale;
+  out[threadIdx.x + kThreads] = total[1] / sum * value_scale;
 }
 
 int64_t max_steps(int64_t batch, int64_t rows, int64_t nodes, int64_t heads) {
@@ -625,7 +745,7 @@ bool served(int64_t batch, int64_t rows, int64_t nodes, int64_t heads, int32_t d
 }  // namespace
 
 size_t ddtree_verify_attn_workspace(int64_t batch, int64_t rows, int64_t nodes, int64_t heads, int32_t dtype) {
-  if (dtype != DDTREE_BF16 || !served(batch, rows, nodes, heads, dtype)) return 0;
+  if (dtype != DDTREE_BF16 || batch == 0 || !served(batch, rows, nodes, heads, dtype)) return 0;
   return static_cast<size_t>(kBlockParts * max_blocks(batch, rows, nodes, heads)) * kPartFloats * sizeof(float) +
          static_cast<size_t>(2 + batch) * sizeof(int);
 }
@@ -642,31 +762,40 @@ int ddtree_verify_attn_cuda(const ddtree_verify_attn_args* args, void* stream) {
   const int layers = static_cast<int>(args->layers), batch = static_cast<int>(args->batch);
   const int rows = static_cast<int>(args->rows), nodes = static_cast<int>(args->nodes);
   const int heads = static_cast<int>(args->heads), words = (nodes + kNodeBits - 1) / kNodeBits;
+  const bool e4m3 = args->cache_dtype == DDTREE_E4M3;
+  if (args->path == DDTREE_PATH_HOPPER && e4m3) return DDTREE_INVALID_ARGUMENT;
   if (args->dtype == DDTREE_F32) {
-    attend_f32<<<static_cast<int>(all_rows), kThreads, 0, cuda_stream>>>(
-        static_cast<const float*>(args->query), static_cast<const float*>(args->cache), args->ancestors, args->lengths,
-        args->num_nodes, args->layer, static_cast<float*>(args->out), layers, batch, rows, nodes, heads, words,
-        args->scale);
+    const auto launch = [&](auto kernel, auto* cache) {
+      kernel<<<static_cast<int>(all_rows), kThreads, 0, cuda_stream>>>(
+          static_cast<const float*>(args->query), cache, args->ancestors, args->lengths, args->num_nodes, args->layer,
+          static_cast<float*>(args->out), layers, batch, rows, nodes, heads, words, args->scale, args->cache_scale);
+    };
+    if (e4m3) {
+      launch(attend_f32<uint8_t>, static_cast<const uint8_t*>(args->cache));
+    } else {
+      launch(attend_f32<float>, static_cast<const float*>(args->cache));
+    }
     return ddtree::launch_status();
   }
   if (!ddtree::has_workspace(args->workspace, args->workspace_bytes,
                              ddtree_verify_attn_workspace(batch, rows, nodes, heads, args->dtype))) {
     return DDTREE_INVALID_ARGUMENT;
   }
+  const auto portable = e4m3 ? attend<uint8_t> : attend<__nv_bfloat16>;
   int device = 0, processors = 0, major = 0, minor = 0;
   if (cudaGetDevice(&device) != cudaSuccess ||
       cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device) != cudaSuccess ||
       cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device) != cudaSuccess ||
       cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device) != cudaSuccess ||
-      cudaFuncSetAttribute(attend, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytes) != cudaSuccess) {
+      cudaFuncSetAttribute(portable, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytes) != cudaSuccess) {
     return DDTREE_LAUNCH_FAILED;
   }
   const bool has_hopper = major == 9 && minor == 0;
   if (args->path == DDTREE_PATH_HOPPER && !has_hopper) return DDTREE_INVALID_ARGUMENT;
-  const bool hopper = has_hopper && args->path != DDTREE_PATH_PORTABLE;
+  const bool hopper = has_hopper && !e4m3 && args->path != DDTREE_PATH_PORTABLE;
   float* parts = static_cast<float*>(args->workspace);
   const Problem problem{static_cast<const __nv_bfloat16*>(args->query),
-                        static_cast<const __nv_bfloat16*>(args->cache),
+                        args->cache,
                         args->ancestors,
                         args->lengths,
                         args->num_nodes,
@@ -681,12 +810,13 @@ int ddtree_verify_attn_cuda(const ddtree_verify_attn_args* args, void* stream) {
                         heads,
                         words,
                         hopper ? kHopperStep : kStep,
-                        args->scale * 1.4426950408889634f};
+                        args->scale * 1.4426950408889634f,
+                        args->cache_scale};
   const int blocks = static_cast<int>(std::min<int64_t>(max_blocks(batch, rows, nodes, heads), processors));
   if (hopper) {
     if (const int status = attend_hopper(problem, blocks, cuda_stream); status != DDTREE_OK) return status;
   } else {
-    attend<<<blocks, kThreads, kSharedBytes, cuda_stream>>>(problem);
+    portable<<<blocks, kThreads, kSharedBytes, cuda_stream>>>(problem);
   }
-  return launch_merge(problem, cuda_stream);
+  return e4m3 ? launch_merge<uint8_t>(problem, cuda_stream) : launch_merge<__nv_bfloat16>(problem, cuda_stream);
 }

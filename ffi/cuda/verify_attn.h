@@ -16,7 +16,7 @@ constexpr int kNodeBits = 32;
 
 struct Problem {
   const __nv_bfloat16* query;
-  const __nv_bfloat16* cache;
+  const void* cache;  // bfloat16, or e4m3 for the portable kernel
   const uint32_t* ancestors;
   const int32_t* lengths;
   const int32_t* num_nodes;
@@ -27,6 +27,7 @@ struct Problem {
   int layers, batch, rows, nodes, heads, words;
   int step_rows;  // cache rows of a step
   float log2_scale;  // of the scores, for powers of two
+  const float* cache_scale;  // of each layer's e4m3 numbers; null for 1
 };
 
 // 2^x: 0 for -inf, NaN for NaN.

@@ -5,23 +5,37 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from hlo import cache_copies
-from primitive_checks import DTYPES, check_append_latents, check_commit_path
+from primitive_checks import (
+    CACHES,
+    DTYPES,
+    E4M3,
+    check_append_latents,
+    check_append_to_e4m3,
+    check_commit_path,
+)
 
 import ddtree_jax
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("kind", CACHES)
 @pytest.mark.parametrize(("rows", "nodes", "width"), [(40, 17, 576), (5, 9, 576), (12, 3, 40)])
-def test_append_latents(rng, dtype, rows, nodes, width):
-    check_append_latents(rng, DTYPES[dtype], layers=3, batch=4, rows=rows, nodes=nodes, width=width)
+def test_append_latents(rng, kind, rows, nodes, width):
+    dtype, cache_dtype = CACHES[kind]
+    sizes = dict(layers=3, batch=4, rows=rows, nodes=nodes, width=width)
+    check_append_latents(rng, dtype, cache_dtype=cache_dtype, **sizes)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("nodes", "depth", "width"), [(17, 7, 576), (4, 7, 576), (65, 31, 40)])
+def test_what_e4m3_makes_of_every_number(rng, dtype):
+    check_append_to_e4m3(rng, DTYPES[dtype])
+
+
+@pytest.mark.parametrize("dtype", [*DTYPES.values(), E4M3], ids=str)
+@pytest.mark.parametrize(("nodes", "depth", "width"), [(17, 7, 576), (4, 7, 576), (65, 31, 41)])
 def test_commit_path(rng, dtype, nodes, depth, width):
     for _ in range(5):
         check_commit_path(
-            rng, DTYPES[dtype], layers=3, batch=4, rows=70, nodes=nodes, depth=depth, width=width
+            rng, dtype, layers=3, batch=4, rows=70, nodes=nodes, depth=depth, width=width
         )
 
 
@@ -52,20 +66,24 @@ def step(cache, latents, path, rounds):
     return jax.lax.fori_loop(0, rounds, round_, (cache, lengths))[0]
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_donated_loop_works_in_place(rng, dtype):
-    cache = jax.device_put(jnp.zeros((3, 2, 64, 576), DTYPES[dtype]))
-    latents = rng.normal(size=(2, 5, 576)).astype(DTYPES[dtype])
+@pytest.mark.parametrize("kind", CACHES)
+def test_donated_loop_works_in_place(rng, kind):
+    dtype, cache_dtype = CACHES[kind]
+    cache = jax.device_put(jnp.zeros((3, 2, 64, 576), cache_dtype))
+    latents = rng.normal(size=(2, 5, 576)).astype(dtype)
     nodes = np.array([[0, 2, 4], [0, 1, -1]], np.int32)
     path = ddtree_jax.AcceptedPath(nodes, nodes, np.array([3, 2], np.int32), np.zeros(2, bool))
     compiled = jax.jit(step, donate_argnums=0).lower(cache, latents, path, 4).compile()
-    assert not cache_copies(compiled.as_text(), cache)
+    assert not cache_copies(compiled.as_text(), cache, also=("convert",))
 
     pointer = cache.unsafe_buffer_pointer()
     got = compiled(cache, latents, path, 4)
     assert got.unsafe_buffer_pointer() == pointer
     assert cache.is_deleted()
-    want = np.zeros((3, 2, 64, 576), DTYPES[dtype])
+    want = np.zeros((3, 2, 64, 576), cache_dtype)
+    latents = latents.astype(
+        cache_dtype
+    )  # normal numbers: neither large nor on a tie that bfloat16 made
     for b, taken in enumerate([[0, 2, 4], [0, 1]]):
         rows = np.concatenate([latents[b, taken]] * 4)
         want[:, b, : len(rows)] = rows

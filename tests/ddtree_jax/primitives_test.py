@@ -1,6 +1,7 @@
 """The primitives as JAX sees them: names, transformations, lowerings and refusals."""
 
 import dataclasses
+import functools
 import os
 import pathlib
 import subprocess
@@ -9,6 +10,7 @@ import types
 
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 import pytest
 from primitive_checks import random_attention
@@ -79,6 +81,34 @@ def test_vmap_equals_a_loop(rng):
     looped = [round_of(*(a[i] for a in arguments)) for i in range(3)]
     want = jax.tree.map(lambda *leaves: np.stack(leaves), *looped)
     jax.tree.map(np.testing.assert_array_equal, mapped, want)
+
+
+def test_vmap_and_a_loop_over_an_e4m3_cache(rng):
+    """The scale of the layers is shared by all requests, and may be computed."""
+    _, _, query, cache, latents, lengths, _ = round_arguments(rng, 3)
+    cache = cache.astype(E4M3)
+    tree = a_tree(B, N - 1)
+
+    def both(query, cache, latents, lengths, scale):
+        for layer in range(LAYERS):
+            cache = ddtree_jax.append_latents(
+                cache, latents, lengths, layer=layer, cache_scale=2 * scale
+            )
+        attend = functools.partial(
+            ddtree_jax.verify_attn, query, cache, lengths, tree, scale=0.1, cache_scale=2 * scale
+        )
+        outs = jax.lax.map(lambda layer: attend(layer=layer), jnp.arange(LAYERS))
+        return outs, jax.lax.bitcast_convert_type(cache, jnp.uint8)
+
+    scale = np.exp2(rng.uniform(-2, 2, LAYERS)).astype(np.float32)
+    axes = (0, 0, 0, 0, None)
+    mapped = jax.jit(jax.vmap(both, axes))(query, cache, latents, lengths, scale)
+    for i in range(3):
+        one = both(query[i], cache[i], latents[i], lengths[i], scale)
+        for got, want in zip(mapped, one, strict=True):
+            np.testing.assert_array_equal(got[i], want)
+    with pytest.raises(NotImplementedError, match="cannot map over operand 4"):
+        jax.vmap(both)(query, cache, latents, lengths, np.stack([scale] * 3))
 
 
 def test_vmap_over_other_axes_and_of_one_operand(rng):
@@ -221,7 +251,7 @@ def test_a_gradient_is_refused_by_name(rng):
         jax.grad(lambda x: ddtree_jax.draft_topk(x, 2)[0].sum())(logits)
 
 
-I32, F32 = np.int32, np.float32
+I32, F32, E4M3 = np.int32, np.float32, ml_dtypes.float8_e4m3fn
 
 
 def zeros(*shape, dtype=F32):
@@ -241,15 +271,18 @@ def attend(
     tree=None,
     scale=1.0,
     path="auto",
+    cache_dtype=F32,
+    cache_scale=None,
 ):
     return ddtree_jax.verify_attn(
         zeros(*query, dtype=dtype),
-        zeros(*cache),
+        zeros(*cache, dtype=cache_dtype),
         zeros(1, dtype=lengths),
         tree or a_tree(),
         scale=scale,
         layer=layer,
         path=path,
+        cache_scale=cache_scale,
     )
 
 
@@ -265,9 +298,13 @@ def build(
     )
 
 
-def append(latents=(1, 3, 576), dtype=F32, lengths=(1,), layer=0):
+def append(latents=(1, 3, 576), dtype=F32, lengths=(1,), cache_dtype=F32, layer=0, **more):
     return ddtree_jax.append_latents(
-        zeros(2, 1, 9, 576), zeros(*latents, dtype=dtype), zeros(*lengths, dtype=I32), layer=layer
+        zeros(2, 1, 9, 576, dtype=cache_dtype),
+        zeros(*latents, dtype=dtype),
+        zeros(*lengths, dtype=I32),
+        layer=layer,
+        **more,
     )
 
 
@@ -347,6 +384,33 @@ def commit(nodes=(1, 4), dtype=I32):
         (lambda: attend(path="wide"), ValueError, ["path", "portable", "hopper", "'wide'"]),
         (lambda: attend(dtype=np.float16), ValueError, ["query", "float16"]),
         (lambda: attend(dtype=jnp.bfloat16), ValueError, ["cache", "bfloat16", "float32"]),
+        (
+            lambda: attend(cache_dtype=E4M3, path="hopper"),
+            ValueError,
+            ['path "hopper" reads no float8_e4m3fn cache'],
+        ),
+        (
+            lambda: attend(cache_scale=zeros(2)),
+            ValueError,
+            ["cache_scale is for a float8_e4m3fn cache", "float32"],
+        ),
+        (
+            lambda: attend(cache_dtype=E4M3, cache_scale=zeros(1)),
+            ValueError,
+            ["cache_scale", "[2]", "[1]"],
+        ),
+        (
+            lambda: attend(cache_dtype=E4M3, cache_scale=zeros(2, dtype=I32)),
+            ValueError,
+            ["cache_scale must be float32, not int32"],
+        ),
+        (lambda: attend(dtype=E4M3, cache_dtype=E4M3), ValueError, ["query", "float8_e4m3fn"]),
+        (lambda: append(dtype=E4M3, cache_dtype=E4M3), ValueError, ["latents", "float8_e4m3fn"]),
+        (
+            lambda: append(cache_scale=zeros(2)),
+            ValueError,
+            ["cache_scale is for a float8_e4m3fn cache"],
+        ),
         (lambda: attend(lengths=np.int16), ValueError, ["lengths", "int16"]),
         (lambda: attend(layer=2), ValueError, ["layer", "0 .. 1", "2"]),
         (lambda: attend(layer=jnp.zeros(1, I32)), ValueError, ["layer", "[1]"]),
@@ -415,10 +479,12 @@ def test_misuse_is_found_while_tracing():
     [
         ("draft_topk", [zeros(4, dtype=F32)], [(4, 2), (4, 2)], "logits must be [rows, V]"),
         ("draft_topk", [zeros(2, 9, dtype=I32)], [(2, 2), (2, 2)], "float32 or bfloat16"),
-        ("append_latents", [zeros(1, 1, 9, 8), zeros(1, 3, 7), zeros(1, dtype=I32), zeros(dtype=I32)],
+        ("append_latents", [zeros(1, 1, 9, 8), zeros(1, 3, 7), zeros(1, dtype=I32), zeros(dtype=I32), zeros(0)],
          [(1, 1, 9, 8)], "latents has the wrong shape"),
-        ("append_latents", [zeros(1, 1, 9, 8), zeros(1, 3, 8), zeros(1, dtype=I32), zeros(dtype=I32)],
+        ("append_latents", [zeros(1, 1, 9, 8), zeros(1, 3, 8), zeros(1, dtype=I32), zeros(dtype=I32), zeros(0)],
          [(1, 1, 9, 8)], "aliased"),
+        ("append_latents", [zeros(1, 1, 9, 8), zeros(1, 3, 8), zeros(1, dtype=I32), zeros(dtype=I32), zeros(1)],
+         [(1, 1, 9, 8)], "cache_scale is for a float8_e4m3fn cache"),
     ],
 )  # fmt: skip
 def test_handlers_check_calls_made_without_the_primitives(target, operands, results, words):

@@ -18,6 +18,7 @@ import ddtree_jax.torch as bridge  # noqa: E402
 from ddtree_jax import _clib  # noqa: E402
 
 DTYPES = [np.dtype(np.float32), np.dtype(ml_dtypes.bfloat16)]
+E4M3 = np.dtype(ml_dtypes.float8_e4m3fn)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -34,11 +35,14 @@ def test_tree_build(rng, budget, keep_spine):
     )
 
 
+@pytest.mark.parametrize("cache_dtype", [None, E4M3], ids=str)
 @pytest.mark.parametrize("path", _clib.PATHS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_verify_attn(rng, dtype, path):
+def test_verify_attn(rng, dtype, path, cache_dtype):
+    if path == "hopper" and cache_dtype is not None:
+        pytest.skip("refused, as the case below shows")
     sizes = dict(batch=2, budget=32, heads=3, rows=90)
-    checks.check_verify_attn(rng, "cpu", dtype, **sizes, path=path)
+    checks.check_verify_attn(rng, "cpu", dtype, **sizes, path=path, cache_dtype=cache_dtype)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -60,9 +64,11 @@ def test_tree_accept(rng, stop_tokens):
     checks.check_tree_accept(rng, "cpu", batch=6, budget=64, stop_tokens=stop_tokens)
 
 
+@pytest.mark.parametrize("cache_dtype", [None, E4M3], ids=str)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_cache(rng, dtype):
-    checks.check_cache(rng, "cpu", dtype, layers=3, batch=4, rows=40, nodes=9, width=576)
+def test_cache(rng, dtype, cache_dtype):
+    sizes = dict(layers=3, batch=4, rows=40, nodes=9, width=576)
+    checks.check_cache(rng, "cpu", dtype, **sizes, cache_dtype=cache_dtype)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -148,7 +154,7 @@ _LENGTHS = torch.zeros(2, dtype=torch.int32)
                 scale=1.0,
                 layer=0,
             ),
-            "cache must be torch.float32, not torch.bfloat16",
+            "cache must be torch.float32 or torch.float8_e4m3fn, not torch.bfloat16",
         ),
         (
             lambda: bridge.verify_attn(
@@ -172,6 +178,34 @@ _LENGTHS = torch.zeros(2, dtype=torch.int32)
                 path="fastest",
             ),
             "path must be one of auto, portable, hopper, not 'fastest'",
+        ),
+        (
+            lambda: bridge.verify_attn(
+                torch.zeros(2, 5, 1, 576),
+                _CACHE.to(torch.float8_e4m3fn),
+                _LENGTHS,
+                _tree(),
+                scale=1.0,
+                layer=0,
+                path="hopper",
+            ),
+            'path "hopper" reads no float8_e4m3fn cache',
+        ),
+        (
+            lambda: bridge.append_latents(
+                _CACHE, torch.zeros(2, 1, 576), _LENGTHS, layer=0, cache_scale=torch.ones(1)
+            ),
+            "cache_scale is for a torch.float8_e4m3fn cache, and this one is torch.float32",
+        ),
+        (
+            lambda: bridge.append_latents(
+                _CACHE.to(torch.float8_e4m3fn),
+                torch.zeros(2, 1, 576),
+                _LENGTHS,
+                layer=0,
+                cache_scale=torch.ones(2),
+            ),
+            r"cache_scale must have shape \[1\], not \[2\]",
         ),
         (
             lambda: bridge.append_latents(_CACHE, torch.zeros(2, 1, 3), _LENGTHS, layer=0),
@@ -257,8 +291,8 @@ def test_a_missing_library_is_said(fresh_library, monkeypatch):
 
 
 def test_another_version_is_refused(fresh_library, monkeypatch):
-    monkeypatch.setattr(_clib, "ABI_VERSION", 2)
-    with pytest.raises(ImportError, match="speaks version 1 of the C ABI and ddtree_jax 2"):
+    monkeypatch.setattr(_clib, "ABI_VERSION", 3)
+    with pytest.raises(ImportError, match="speaks version 2 of the C ABI and ddtree_jax 3"):
         bridge.draft_topk(torch.zeros(1, 1, 2), 1)
 
 

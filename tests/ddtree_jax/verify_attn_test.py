@@ -4,14 +4,25 @@ import dataclasses
 
 import numpy as np
 import pytest
-from primitive_checks import DTYPES, check_verify_attn, random_attention, random_tree, verify_attn
+from primitive_checks import (
+    CACHES,
+    DTYPES,
+    E4M3,
+    check_e4m3_bytes,
+    check_verify_attn,
+    random_attention,
+    random_scale,
+    random_tree,
+    verify_attn,
+)
 
 import ddtree_jax
+from ddtree_jax import reference
 
 SCALE = 1 / np.sqrt(192)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("kind", CACHES)
 @pytest.mark.parametrize(
     ("batch", "budget", "heads", "rows"),
     [
@@ -24,18 +35,19 @@ SCALE = 1 / np.sqrt(192)
         (2, 31, 1, 700),
     ],
 )
-def test_random_trees_and_ragged_lengths(rng, dtype, batch, budget, heads, rows):
-    query, cache, lengths, tree = random_attention(
-        rng, DTYPES[dtype], batch=batch, budget=budget, heads=heads, rows=rows
-    )
-    check_verify_attn(query, cache, lengths, tree, scale=SCALE, layer=1)
+def test_random_trees_and_ragged_lengths(rng, kind, batch, budget, heads, rows):
+    dtype, cache_dtype = CACHES[kind]
+    scaled = {"cache_scale": random_scale(rng, cache_dtype, 2)}
+    sizes = dict(batch=batch, budget=budget, heads=heads, rows=rows)
+    inputs = random_attention(rng, dtype, cache_dtype=cache_dtype, **sizes, **scaled)
+    check_verify_attn(*inputs, scale=SCALE, layer=1, **scaled)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_empty_and_full_prefixes(rng, dtype):
-    query, cache, lengths, tree = random_attention(
-        rng, DTYPES[dtype], batch=3, budget=9, heads=4, rows=80, lengths=[0, 70, 1]
-    )
+@pytest.mark.parametrize("kind", CACHES)
+def test_empty_and_full_prefixes(rng, kind):
+    dtype, cache_dtype = CACHES[kind]
+    sizes = dict(batch=3, budget=9, heads=4, rows=80, lengths=[0, 70, 1])
+    query, cache, lengths, tree = random_attention(rng, dtype, cache_dtype=cache_dtype, **sizes)
     check_verify_attn(query, cache, lengths, tree, scale=SCALE, layer=0)
 
 
@@ -87,11 +99,12 @@ def test_hiding_an_ancestor_changes_only_its_row(rng):
     np.testing.assert_array_equal(np.flatnonzero(changed), [deepest])
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("kind", CACHES)
 @pytest.mark.parametrize("poison", [np.nan, np.inf])
-def test_poison_stays_in_its_rows(rng, dtype, poison):
+def test_poison_stays_in_its_rows(rng, kind, poison):
+    dtype, cache_dtype = CACHES[kind]
     query, cache, lengths, tree = random_attention(
-        rng, DTYPES[dtype], batch=3, budget=40, heads=4, rows=200
+        rng, dtype, batch=3, budget=40, heads=4, rows=200, cache_dtype=cache_dtype
     )
     clean = np.asarray(verify_attn(query, cache, lengths, tree, scale=SCALE, layer=0))
     clean = clean.astype(np.float32)
@@ -130,10 +143,11 @@ def test_a_chain_gives_causal_attention(rng, dtype):
     check_verify_attn(query, cache, lengths, chain, scale=SCALE, layer=1)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_a_request_does_not_depend_on_the_others(rng, dtype):
+@pytest.mark.parametrize("kind", CACHES)
+def test_a_request_does_not_depend_on_the_others(rng, kind):
+    dtype, cache_dtype = CACHES[kind]
     query, cache, lengths, tree = random_attention(
-        rng, DTYPES[dtype], batch=3, budget=20, heads=8, rows=400
+        rng, dtype, batch=3, budget=20, heads=8, rows=400, cache_dtype=cache_dtype
     )
     together = np.asarray(verify_attn(query, cache, lengths, tree, scale=SCALE, layer=0))
     for b in range(3):
@@ -170,3 +184,47 @@ def test_bits_past_the_last_node_mean_nothing(rng, dtype):
     ]
     for b in range(2):
         np.testing.assert_array_equal(outs[0][b, : few[b]], outs[1][b, : few[b]])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_all_bytes_of_an_e4m3_cache_convert_exactly(dtype):
+    check_e4m3_bytes(DTYPES[dtype])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_scale_of_a_power_of_two_is_the_values_own(rng, dtype):
+    """Bits do not change when such a factor moves from the cache's numbers to their scale."""
+    query, cache, lengths, tree = random_attention(
+        rng, DTYPES[dtype], batch=2, budget=20, heads=3, rows=100, cache_dtype=E4M3
+    )
+    cache = (cache.astype(np.float32).round(1) * 8).astype(
+        E4M3
+    )  # no subnormals, which would lose digits
+    small = (cache.astype(np.float32) / 8).astype(E4M3)
+    np.testing.assert_array_equal(small.astype(np.float32) * 8, cache.astype(np.float32))
+    scales = np.array([1.0, 8.0], np.float32)
+    one = verify_attn(query, cache, lengths, tree, scale=0.0625, layer=1)
+    other = verify_attn(query, small, lengths, tree, scale=0.0625, layer=1, cache_scale=scales)
+    for b, alive in enumerate(tree.num_nodes):
+        np.testing.assert_array_equal(np.asarray(one)[b, :alive], np.asarray(other)[b, :alive])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_what_an_e4m3_cache_costs_in_accuracy(rng, dtype):
+    """Against the attention of the values before they were rounded: three bits of mantissa, averaged by the softmax."""
+    dtype = DTYPES[dtype]
+    query, values, lengths, tree = random_attention(
+        rng, dtype, batch=1, budget=16, heads=8, rows=1100, layers=1, lengths=[1024]
+    )
+    rounded = values.astype(E4M3)
+    alive = int(tree.num_nodes[0])
+    query = np.nan_to_num(query.astype(np.float32)).astype(dtype)
+    where = dict(scale=SCALE, layer=0)
+    want = reference.verify_attn(query, values, lengths, tree.ancestors, tree.num_nodes, **where)
+    got = np.asarray(verify_attn(query, rounded, lengths, tree, **where)).astype(np.float64)
+    check_verify_attn(
+        query, rounded, lengths, tree, **where
+    )  # what is left is the cache's rounding
+    error = np.sqrt(((got - want)[0, :alive] ** 2).mean() / (want[0, :alive] ** 2).mean())
+    print(f"relative root-mean-square error {error:.4f}")
+    assert 0.005 < error < 0.08

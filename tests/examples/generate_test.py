@@ -202,6 +202,18 @@ def test_damaged_checkpoints(tmp_path):
     assert "128" in _refused(f"--drafter={drafter}", "--prompt=x")
 
 
+def test_an_e4m3_cache(tmp_path):
+    out = tmp_path / "out.json"
+    flags = ("--max_new_tokens=24", "--prompt=def area(", "--budget=8")
+    done = _run("--cache_dtype=float8_e4m3fn", *flags, "--compare", f"--json={out}")
+    assert done.returncode == 0, done.stderr
+    assert "(float32, cache float8_e4m3fn), budget 8" in done.stdout
+    for row in json.loads(out.read_text())["compare"]:
+        assert row["same"] + row["ties"] == 1 and row["different"] == 0, row
+    message = "cache_dtype must be the model's float32 or float8_e4m3fn, not bfloat16"
+    assert message in _refused("--dtype=float32", "--cache_dtype=bfloat16", "--prompt=x")
+
+
 def test_dry_run_loads_nothing(tmp_path):
     for name, folder in (("target", demo.TARGET), ("drafter", demo.DRAFTER)):
         (tmp_path / name).mkdir()
@@ -213,6 +225,11 @@ def test_dry_run_loads_nothing(tmp_path):
     # 162 rows of 15,872 bytes each, 16 of them for the nodes.
     for words in ("33.8 MB", "2 x 4.2 GB: 16.9 MB", "batch 1 4,096", "batch 64 146", "one so far"):
         assert words in done.stdout
+    # 6 layers of 576 numbers take a byte each and not four; the drafter's 2,048 bytes stay.
+    small = _run("--dry_run", *folders, "--cache_dtype=float8_e4m3fn").stdout
+    wide = _run("--dry_run", *folders).stdout
+    assert "15,872 bytes a position of a request (latents in float32)" in wide
+    assert "5,504 bytes a position of a request (latents in float8_e4m3fn)" in small
     assert "does not fit: 4.0 GB" in _run("--dry_run", "--device_gb=4").stdout
     assert "--devices" in _refused("--dry_run", "--devices=0")
 

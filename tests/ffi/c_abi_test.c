@@ -79,20 +79,32 @@ static void build_and_accept(void) {
 /* One layer of four rows of one number: row 1 is appended to, then the accepted row 3 moves up to row 2. */
 static void cache_rows(void) {
   float cache[4] = {1.0f, 0.0f, 0.0f, 0.0f};
-  const float latents[3] = {2.0f, 3.0f, 4.0f};
+  const float latents[3] = {2.0f, 3.0f, 4.0f}, scale = 0.5f;
+  unsigned char bytes[4] = {0, 0, 0, 0};
   const int32_t length = 1, layer = 0, nodes[2] = {0, 2}, num_emitted = 2;
   const float appended[4] = {1.0f, 2.0f, 3.0f, 4.0f}, committed[4] = {1.0f, 2.0f, 4.0f, 4.0f};
   ddtree_append_latents_args append = {
       .abi_version = DDTREE_ABI_VERSION, .layers = 1, .batch = 1, .rows = 4, .nodes = 3, .width = 1, .dtype = DDTREE_F32};
   ddtree_commit_path_args commit = {
       .abi_version = DDTREE_ABI_VERSION, .layers = 1, .batch = 1, .rows = 4, .width = 1, .path = 2, .dtype = DDTREE_F32};
+  append.cache_dtype = DDTREE_F32;
   append.cache = cache, append.latents = latents, append.lengths = &length, append.layer = &layer;
   check(ddtree_append_latents_cpu(&append, 0, 1) == DDTREE_OK, "append_latents");
   check(!memcmp(cache, appended, sizeof cache), "append_latents: rows");
   commit.cache = cache, commit.nodes = nodes, commit.num_emitted = &num_emitted, commit.lengths = &length;
   check(ddtree_commit_path_cpu(&commit, 0, 1) == DDTREE_OK, "commit_path");
   check(!memcmp(cache, committed, sizeof cache), "commit_path: rows");
-  commit.dtype = 7;
+
+  /* In e4m3 of scale 1/2, 2 is 4 = 0x48, 3 is 6 = 0x4c and 4 is 8 = 0x50. */
+  append.cache = bytes, append.cache_dtype = DDTREE_E4M3, append.cache_scale = &scale;
+  check(ddtree_append_latents_cpu(&append, 0, 1) == DDTREE_OK, "append_latents: e4m3");
+  check(bytes[0] == 0 && bytes[1] == 0x48 && bytes[2] == 0x4c && bytes[3] == 0x50, "append_latents: e4m3 rows");
+  commit.cache = bytes, commit.dtype = DDTREE_E4M3;
+  check(ddtree_commit_path_cpu(&commit, 0, 1) == DDTREE_OK, "commit_path: e4m3");
+  check(bytes[1] == 0x48 && bytes[2] == 0x50 && bytes[3] == 0x50, "commit_path: e4m3 rows");
+  append.cache = cache, append.cache_dtype = DDTREE_F32;
+  check(ddtree_append_latents_cpu(&append, 0, 1) == DDTREE_INVALID_ARGUMENT, "append_latents: a scale of float32");
+  commit.cache = cache, commit.dtype = 7;
   check(ddtree_commit_path_cpu(&commit, 0, 1) == DDTREE_INVALID_ARGUMENT, "commit_path: an unknown dtype");
 }
 
@@ -103,7 +115,7 @@ static void attention(void) {
   const int32_t length = 1, num_nodes = 1, layer = 0;
   int i, same = 1;
   ddtree_verify_attn_args args = {.abi_version = DDTREE_ABI_VERSION, .layers = 1, .batch = 1, .rows = 2, .nodes = 1,
-                                  .heads = 1, .scale = 1.0f, .dtype = DDTREE_F32};
+                                  .heads = 1, .scale = 1.0f, .dtype = DDTREE_F32, .cache_dtype = DDTREE_F32};
   for (i = 0; i < DDTREE_ROW_DIM; ++i) cache[i] = 1.0f, cache[DDTREE_ROW_DIM + i] = 3.0f;
   args.query = query, args.cache = cache, args.ancestors = &ancestors, args.lengths = &length;
   args.num_nodes = &num_nodes, args.layer = &layer, args.out = out;

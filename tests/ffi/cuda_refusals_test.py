@@ -11,6 +11,8 @@ from cuda_calls import INVALID, LAUNCH_FAILED, NO_CUDA, OK, SIZES, WRONG_VERSION
 
 from ddtree_jax import _clib
 
+#: A call whose cache is no e4m3, and so has no scale.
+BFLOAT16 = dict(cache_dtype=_clib.BF16, cache_scale=None)
 #: A size at its limit and one step over it, with what else must change.
 LIMITS = [
     ("draft_topk", "k", 256, 257, {}),
@@ -27,8 +29,13 @@ LIMITS = [
     ("verify_attn", "nodes", 1, 0, {}),
     ("verify_attn", "heads", 1, 0, {}),
     ("verify_attn", "layers", 1, 0, {}),
-    ("verify_attn", "path", 2, 3, {}),
+    ("verify_attn", "path", 2, 3, BFLOAT16),
     ("verify_attn", "path", 0, -1, {}),
+    ("verify_attn", "path", 1, 2, {}),  # Hopper's kernel reads no e4m3
+    ("verify_attn", "cache_dtype", _clib.E4M3, 3, {}),
+    ("verify_attn", "cache_dtype", _clib.BF16, _clib.F32, dict(cache_scale=None)),
+    ("append_latents", "cache_dtype", _clib.E4M3, 3, {}),
+    ("append_latents", "cache_dtype", _clib.F32, _clib.BF16, dict(cache_scale=None)),
     ("append_latents", "width", 1, 0, {}),
     ("append_latents", "width", 2**29 - 1, 2**29, {}),
     ("tree_accept", "max_nodes", 257, 258, {}),
@@ -40,6 +47,8 @@ LIMITS = [
     ("expert_mlp", "inner", 32, 16, {}),
     ("expert_mlp", "experts", 2048, 2049, {}),
 ]
+#: Arrays of bytes, in the calls of these tests.
+BYTES = {"tree_accept": {"finished"}, "append_latents": {"cache"}}
 #: Arrays that kernels read or write 16 bytes at a time; the others need lie at multiples of their elements.
 ALIGNED = {
     "verify_attn": {"query", "cache", "out"},
@@ -71,14 +80,18 @@ def test_versions_sizes_and_dtypes(name, call, status):
                 assert status(name, **{field: value}) == INVALID, (field, value)
         elif field == "dtype":
             assert status(name, dtype=_clib.F32) == status(name, dtype=_clib.BF16) == LAUNCH_FAILED
-            assert status(name, dtype=-1) == status(name, dtype=2) == INVALID
+            # Copies know e4m3; numbers that are multiplied are no e4m3.
+            e4m3 = LAUNCH_FAILED if name == "commit_path" else INVALID
+            assert status(name, dtype=_clib.E4M3) == e4m3
+            assert status(name, dtype=-1) == status(name, dtype=3) == INVALID
 
 
 @pytest.mark.parametrize("name", SIZES)
 def test_pointers(name, status):
     for field in cuda_calls.pointers(name):
-        assert status(name, **{field: None}) == INVALID, field
-        aligned = 16 if field in ALIGNED.get(name, ()) else 1 if field == "finished" else 4
+        optional = field == "cache_scale"
+        assert status(name, **{field: None}) == (LAUNCH_FAILED if optional else INVALID), field
+        aligned = 16 if field in ALIGNED.get(name, ()) else 1 if field in BYTES.get(name, ()) else 4
         assert status(name, **{field: aligned}) == LAUNCH_FAILED, field
         for less in {1, aligned // 2} - {0, aligned}:
             assert status(name, **{field: less}) == INVALID, (field, less)
@@ -88,7 +101,7 @@ def test_arrays_without_elements_may_be_null(status):
     for name in SIZES:
         empty = {"draft_topk": "rows", "expert_mlp": "tokens"}.get(name, "batch")
         needed = {"layer", "stop_tokens", "gate_up", "gate_up_scale", "down", "down_scale"}
-        null = dict.fromkeys(set(cuda_calls.pointers(name)) - needed)
+        null = dict.fromkeys(set(cuda_calls.pointers(name)) - needed)  # a scale may always be
         assert status(name, **null, **{empty: 0}) == OK, name
         assert status(name, **null) == INVALID, name
 

@@ -48,6 +48,7 @@ struct Call {
   Args args{};
   std::vector<std::unique_ptr<Pointer>> pointers;
   std::vector<int64_t Args::*> sizes;
+  std::vector<int32_t> unknown = {-1, DDTREE_E4M3, 3, INT32_MAX, INT32_MIN};  // tags that `dtype` must not be
 
   // Random bits, mostly of numbers and indices that mean something.
   template <typename T>
@@ -123,7 +124,7 @@ struct Call {
       Refused(&bad, 0, 1, "random bits", DDTREE_INVALID_ARGUMENT);
     }
     if constexpr (HasDtype<Args>::value) {
-      for (const int32_t tag : {-1, 2, INT32_MAX, INT32_MIN}) {
+      for (const int32_t tag : unknown) {
         Args bad = args;
         bad.dtype = tag;
         Refused(&bad, 0, 1, "an unknown dtype", DDTREE_INVALID_ARGUMENT);
@@ -136,6 +137,24 @@ struct Call {
     for (int64_t task = 0; task < tasks; ++task) {
       Expect(kernel(&args, task, tasks) == DDTREE_OK, std::string(name) + " refused sound sizes");
     }
+  }
+
+  // The cache's own dtype and scale: what does not go with `dtype`, with e4m3 or with the other must be refused.
+  void CacheRefused() {
+    for (const int32_t tag : {-1, 1 - args.dtype, 3, INT32_MAX}) {
+      Args bad = args;
+      bad.cache_dtype = tag;
+      Refused(&bad, 0, 1, "a cache of another dtype", DDTREE_INVALID_ARGUMENT);
+    }
+    if (args.layers == 0) return;
+    Args bad = args;
+    std::vector<float> scale(args.layers + 1, 1.0f);
+    if (args.cache_dtype == DDTREE_E4M3) {
+      bad.cache_scale = reinterpret_cast<const float*>(reinterpret_cast<const char*>(scale.data()) + 1);
+    } else {
+      bad.cache_scale = scale.data();
+    }
+    Refused(&bad, 0, 1, "a scale that cannot be", DDTREE_INVALID_ARGUMENT);
   }
 
   // A value of a size that is one too far.
@@ -152,7 +171,19 @@ struct Call {
 };
 
 int32_t Dtype() { return Pick(0, 1) ? DDTREE_BF16 : DDTREE_F32; }
-int64_t Bytes(int32_t dtype) { return dtype == DDTREE_BF16 ? 2 : 4; }
+int64_t Bytes(int32_t dtype) { return dtype == DDTREE_E4M3 ? 1 : dtype == DDTREE_BF16 ? 2 : 4; }
+int32_t CacheDtype(int32_t dtype) { return Pick(0, 1) ? DDTREE_E4M3 : dtype; }
+
+// Nothing, or a number of any bits for each layer of an e4m3 cache.
+std::vector<float> CacheScale(int32_t cache_dtype, int64_t layers) {
+  if (cache_dtype != DDTREE_E4M3 || Pick(0, 1)) return {};
+  std::vector<float> scale(layers);
+  for (float& x : scale) {
+    const uint32_t bits = static_cast<uint32_t>(generator());
+    if (Pick(0, 3)) x = static_cast<float>(Pick(0, 40)) / 16; else std::memcpy(&x, &bits, 4);
+  }
+  return scale;
+}
 
 void DraftTopk() {
   using Args = ddtree_draft_topk_args;
@@ -202,7 +233,10 @@ void VerifyAttn() {
   a.dtype = Dtype(), a.layers = Pick(1, 2), a.batch = Pick(0, 2), a.nodes = Pick(1, Pick(0, 3) ? 9 : 40);
   a.rows = a.nodes + Pick(0, 20), a.heads = Pick(1, 3), a.scale = 0.05f;
   call.Array(&Args::query, Bytes(a.dtype), a.batch * a.nodes * a.heads * DDTREE_ROW_DIM, 9);
-  call.Array(&Args::cache, Bytes(a.dtype), a.layers * a.batch * a.rows * DDTREE_ROW_DIM, 9);
+  a.cache_dtype = CacheDtype(a.dtype);
+  const std::vector<float> scale = CacheScale(a.cache_dtype, a.layers);
+  a.cache_scale = scale.empty() ? nullptr : scale.data();
+  call.Array(&Args::cache, Bytes(a.cache_dtype), a.layers * a.batch * a.rows * DDTREE_ROW_DIM, 9);
   call.Array(&Args::ancestors, 4, a.batch * a.nodes * ((a.nodes + 31) / 32), 9);
   call.Array(&Args::lengths, 4, a.batch, a.rows);
   call.Array(&Args::num_nodes, 4, a.batch, a.nodes);
@@ -210,6 +244,7 @@ void VerifyAttn() {
   call.Array(&Args::out, Bytes(a.dtype), a.batch * a.nodes * a.heads * DDTREE_LATENT_DIM, 9);
   call.sizes = {&Args::layers, &Args::batch, &Args::rows, &Args::nodes, &Args::heads};
   call.Fuzz();
+  call.CacheRefused();
   call.Limit(&Args::nodes, DDTREE_MAX_NODES + 1, "too many nodes");
   call.Limit(&Args::nodes, a.rows + 1, "more nodes than cache rows");
   call.Limit(&Args::heads, 0, "no heads");
@@ -227,12 +262,16 @@ void AppendLatents() {
   Args& a = call.args;
   a.dtype = Dtype(), a.layers = Pick(0, 3), a.batch = Pick(0, 3), a.rows = Pick(0, 20), a.nodes = Pick(0, 9);
   a.width = Pick(1, 9);
-  call.Array(&Args::cache, Bytes(a.dtype), a.layers * a.batch * a.rows * a.width, 9);
+  a.cache_dtype = CacheDtype(a.dtype);
+  const std::vector<float> scale = CacheScale(a.cache_dtype, a.layers);
+  a.cache_scale = scale.empty() ? nullptr : scale.data();
+  call.Array(&Args::cache, Bytes(a.cache_dtype), a.layers * a.batch * a.rows * a.width, 9);
   call.Array(&Args::latents, Bytes(a.dtype), a.batch * a.nodes * a.width, 9);
   call.Array(&Args::lengths, 4, a.batch, a.rows);
   call.Array(&Args::layer, 4, 1, a.layers);
   call.sizes = {&Args::layers, &Args::batch, &Args::rows, &Args::nodes, &Args::width};
   call.Fuzz();
+  call.CacheRefused();
   call.Limit(&Args::width, 0, "rows without numbers");
 }
 
@@ -261,8 +300,9 @@ void CommitPath() {
   using Args = ddtree_commit_path_args;
   Call<Args> call{"commit_path", ddtree_commit_path_cpu};
   Args& a = call.args;
-  a.dtype = Dtype(), a.layers = Pick(0, 3), a.batch = Pick(0, 3), a.rows = Pick(0, 20), a.width = Pick(1, 9);
-  a.path = Pick(0, 9);
+  a.dtype = CacheDtype(Dtype()), a.layers = Pick(0, 3), a.batch = Pick(0, 3), a.rows = Pick(0, 20);
+  a.width = Pick(1, 9), a.path = Pick(0, 9);
+  call.unknown = {-1, 3, INT32_MAX, INT32_MIN};
   call.Array(&Args::cache, Bytes(a.dtype), a.layers * a.batch * a.rows * a.width, 9);
   call.Array(&Args::nodes, 4, a.batch * a.path, a.rows);
   call.Array(&Args::num_emitted, 4, a.batch, a.path);

@@ -78,25 +78,37 @@ def compose(draw, *, batch, depth, k, budget):
     return {**case, "target_tokens": target, "stop_tokens": stops, "max_new": max_new, **path}
 
 
-def verify_attn(draw, *, dtype, batch, budget, heads, rows, layers):
+def _scales(draw, layers):
+    return (draw.randint(1, 17, layers) / 8).astype(np.float32)
+
+
+def verify_attn(draw, *, dtype, batch, budget, heads, rows, layers, cache_dtype=None):
     tree = tree_build(draw, batch=batch, depth=3, k=4, budget=budget, keep_spine=False)
     nodes = budget + 1
     query = _fractions(draw, (batch, nodes, heads, 576)).astype(dtype)
-    cache = _fractions(draw, (layers, batch, rows, 576)).astype(dtype)
+    cache = _fractions(draw, (layers, batch, rows, 576)).astype(cache_dtype or dtype)
     lengths = draw.randint(0, rows - nodes + 1, batch).astype(np.int32)
+    scaled = {"cache_scale": _scales(draw, layers)} if cache_dtype else {}
     seen = {"ancestors": tree["ancestors"], "num_nodes": tree["num_nodes"]}
-    out = reference.verify_attn(query, cache, lengths, *seen.values(), scale=0.01, layer=layers - 1)
-    given = {"query": query, "cache": cache, "lengths": lengths, **seen}
+    where = {"scale": 0.01, "layer": layers - 1, **scaled}
+    out = reference.verify_attn(query, cache, lengths, *seen.values(), **where)
+    given = {"query": query, "cache": cache, "lengths": lengths, **seen, **scaled}
     layer = np.array([layers - 1], np.int32)
     return {**given, "layer": layer, "scale": _scalar(0.01), "out": out.astype(np.float32)}
 
 
-def append_latents(draw, *, dtype, layers, batch, rows, nodes, width):
-    cache = _fractions(draw, (layers, batch, rows, width)).astype(dtype)
+def append_latents(draw, *, dtype, layers, batch, rows, nodes, width, cache_dtype=None):
+    cache = _fractions(draw, (layers, batch, rows, width)).astype(cache_dtype or dtype)
     latents = _fractions(draw, (batch, nodes, width)).astype(dtype)
     lengths = draw.randint(-2, rows + 1, batch).astype(np.int32)
-    want = reference.append_latents(cache, latents, lengths, layer=1)
-    given = {"cache": cache, "latents": latents, "lengths": lengths}
+    scaled = {"cache_scale": _scales(draw, layers)} if cache_dtype else {}
+    if (
+        cache_dtype
+    ):  # what rounds to the even of two neighbours, what saturates and what is no number
+        latents[:, :, 0] = draw.choice([0.0, 17.0, 19.0, 1e4, -1e4, np.inf, np.nan], (batch, nodes))
+        scaled["cache_scale"][1] = 0.5
+    want = reference.append_latents(cache, latents, lengths, layer=1, **scaled)
+    given = {"cache": cache, "latents": latents, "lengths": lengths, **scaled}
     return {**given, "layer": np.array([1], np.int32), "want_cache": want}
 
 
@@ -128,7 +140,7 @@ def expert_mlp(draw, *, tokens, top_k, experts, hidden, inner):
 
 def cases():
     """Each file's name and arrays. A case has its own seed, so that one more changes no other."""
-    f32, bf16 = np.float32, ml_dtypes.bfloat16
+    f32, bf16, e4m3 = np.float32, ml_dtypes.bfloat16, ml_dtypes.float8_e4m3fn
     attention = dict(batch=1, budget=4, heads=1, rows=7, layers=2)
     cache = dict(layers=3, batch=4, rows=12, width=6)
     made = [
@@ -145,6 +157,13 @@ def cases():
         ("commit_path_f32", commit_path, dict(dtype=f32, nodes=9, path=5, **cache)),
         ("commit_path_bf16", commit_path, dict(dtype=bf16, nodes=9, path=5, **cache)),
         ("expert_mlp", expert_mlp, dict(tokens=3, top_k=2, experts=3, hidden=64, inner=32)),
+        ("verify_attn_e4m3", verify_attn, dict(dtype=f32, cache_dtype=e4m3, **attention)),
+        (
+            "append_latents_e4m3",
+            append_latents,
+            dict(dtype=bf16, cache_dtype=e4m3, nodes=5, **cache),
+        ),
+        ("commit_path_e4m3", commit_path, dict(dtype=e4m3, nodes=9, path=5, **cache)),
     ]
     for seed, (name, make, sizes) in enumerate(made):
         # RandomState's streams are frozen, unlike a Generator's.

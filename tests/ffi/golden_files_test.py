@@ -3,9 +3,10 @@
 import importlib.util
 import pathlib
 
+import ml_dtypes
 import numpy as np
 import pytest
-from safetensors.numpy import load_file
+from safetensors import deserialize
 
 _SPEC = importlib.util.spec_from_file_location(
     "golden", pathlib.Path(__file__).parent / "golden.py"
@@ -14,11 +15,21 @@ golden = importlib.util.module_from_spec(_SPEC)
 _SPEC.loader.exec_module(golden)
 
 CASES = dict(golden.cases())
+_DTYPES = {"F8_E4M3": ml_dtypes.float8_e4m3fn, "BF16": ml_dtypes.bfloat16, "F32": np.float32}
+_DTYPES |= {"I32": np.int32, "I64": np.int64, "U8": np.uint8, "U16": np.uint16, "U32": np.uint32}
+
+
+def _load(path):
+    """A file's arrays: safetensors.numpy writes e4m3, but does not read it."""
+    return {
+        name: np.frombuffer(view["data"], _DTYPES[view["dtype"]]).reshape(view["shape"])
+        for name, view in deserialize(path.read_bytes())
+    }
 
 
 @pytest.mark.parametrize("name", sorted(CASES))
 def test_file_is_what_is_generated(name):
-    stored = load_file(golden.FOLDER / f"{name}.safetensors")
+    stored = _load(golden.FOLDER / f"{name}.safetensors")
     made = CASES[name]
     assert stored.keys() == made.keys()
     for key, value in made.items():

@@ -68,7 +68,9 @@ float Widen(uint16_t bf16) {
   return value;
 }
 
-int32_t Tag(const Tensor& tensor) { return tensor.dtype == "BF16" ? DDTREE_BF16 : DDTREE_F32; }
+int32_t Tag(const Tensor& tensor) {
+  return tensor.dtype == "BF16" ? DDTREE_BF16 : tensor.dtype == "F8_E4M3" ? DDTREE_E4M3 : DDTREE_F32;
+}
 
 // `values` equal `want` up to `tolerance`; infinities are equal to themselves alone.
 void ExpectClose(const std::vector<float>& values, const std::vector<float>& want, float tolerance, const char* what) {
@@ -97,6 +99,11 @@ class GoldenTest : public ::testing::Test {
     T* data = Out<T>(bytes / sizeof(T));
     Device::Copy(data, tensor.bytes.data(), bytes);
     return data;
+  }
+  // The scale of a case's cache, if it has one.
+  const float* Scale(const std::map<std::string, Tensor>& given) {
+    const auto found = given.find("cache_scale");
+    return found == given.end() ? nullptr : In<float>(found->second);
   }
   void* Any(const Tensor& tensor) {
     void* data = Out<char>(tensor.bytes.size());
@@ -217,13 +224,14 @@ TYPED_TEST(GoldenTest, BuildThenAccept) {
 }
 
 TYPED_TEST(GoldenTest, VerifyAttn) {
-  for (const char* name : {"verify_attn_f32", "verify_attn_bf16"}) {
+  for (const char* name : {"verify_attn_f32", "verify_attn_bf16", "verify_attn_e4m3"}) {
     auto given = Case(name);
     ddtree_verify_attn_args args{};
     args.dtype = Tag(given["query"]), args.layers = given["cache"].shape[0], args.batch = given["query"].shape[0];
     args.rows = given["cache"].shape[2], args.nodes = given["query"].shape[1], args.heads = given["query"].shape[2];
     args.scale = given["scale"].template As<float>()[0];
     args.query = this->Any(given["query"]), args.cache = this->Any(given["cache"]);
+    args.cache_dtype = Tag(given["cache"]), args.cache_scale = this->Scale(given);
     args.ancestors = this->template In<uint32_t>(given["ancestors"]);
     args.lengths = this->template In<int32_t>(given["lengths"]);
     args.num_nodes = this->template In<int32_t>(given["num_nodes"]);
@@ -241,16 +249,17 @@ TYPED_TEST(GoldenTest, VerifyAttn) {
       const auto halves = this->Read(static_cast<const uint16_t*>(args.out), count);
       std::transform(halves.begin(), halves.end(), got.begin(), Widen);
     }
-    // Latents are at most 4 in size, and bfloat16 has eight bits.
+    // Latents are at most 4 in size, an e4m3 cache's 8 with their scale, and bfloat16 has eight bits.
     ExpectClose(got, given["out"].template As<float>(), wide ? 1e-4f : 4.0f / 128, name);
   }
 }
 
 TYPED_TEST(GoldenTest, AppendLatents) {
-  for (const char* name : {"append_latents_f32", "append_latents_bf16"}) {
+  for (const char* name : {"append_latents_f32", "append_latents_bf16", "append_latents_e4m3"}) {
     auto given = Case(name);
     ddtree_append_latents_args args{};
-    args.dtype = Tag(given["cache"]), args.layers = given["cache"].shape[0], args.batch = given["cache"].shape[1];
+    args.dtype = Tag(given["latents"]), args.layers = given["cache"].shape[0], args.batch = given["cache"].shape[1];
+    args.cache_dtype = Tag(given["cache"]), args.cache_scale = this->Scale(given);
     args.rows = given["cache"].shape[2], args.width = given["cache"].shape[3], args.nodes = given["latents"].shape[1];
     args.cache = this->Any(given["cache"]), args.latents = this->Any(given["latents"]);
     args.lengths = this->template In<int32_t>(given["lengths"]);
@@ -261,7 +270,7 @@ TYPED_TEST(GoldenTest, AppendLatents) {
 }
 
 TYPED_TEST(GoldenTest, CommitPath) {
-  for (const char* name : {"commit_path_f32", "commit_path_bf16"}) {
+  for (const char* name : {"commit_path_f32", "commit_path_bf16", "commit_path_e4m3"}) {
     auto given = Case(name);
     ddtree_commit_path_args args{};
     args.dtype = Tag(given["cache"]), args.layers = given["cache"].shape[0], args.batch = given["cache"].shape[1];

@@ -84,8 +84,16 @@ const void* numbers(const std::vector<float>& wide, int32_t dtype) {
 
 struct Shape {
   int64_t batch, depth, vocab, k, budget, heads, rows, layers;
-  int32_t dtype, path;
+  int32_t dtype, path, cache_dtype;
 };
+
+// A cache's rows: of e4m3 any finite bytes.
+void* cache_rows(size_t count, int32_t dtype) {
+  if (dtype != DDTREE_E4M3) return const_cast<void*>(numbers(normal(count), dtype));
+  std::vector<uint8_t> bytes(count);
+  for (uint8_t& x : bytes) x = static_cast<uint8_t>(generator() % 0x48 | generator() % 2 << 7);
+  return upload(bytes);
+}
 
 // A round: candidates, tree, attention, acceptance, both cache updates.
 std::vector<std::vector<char>> run(const Shape& s, int pattern) {
@@ -118,14 +126,16 @@ std::vector<std::vector<char>> run(const Shape& s, int pattern) {
   for (int64_t b = 0; b < s.batch; ++b) lengths[b] = static_cast<int32_t>(b * (s.rows - nodes) / s.batch);
   const int32_t* device_lengths = upload(lengths);
   const int32_t* layer = upload(std::vector<int32_t>{static_cast<int32_t>(s.layers - 1)});
-  const std::vector<float> cache = normal(s.layers * s.batch * s.rows * DDTREE_ROW_DIM);
-  void* device_cache = const_cast<void*>(numbers(cache, s.dtype));
-  r.kept.push_back({device_cache, cache.size() * (s.dtype == DDTREE_F32 ? 4 : 2)});
+  const size_t cache = s.layers * s.batch * s.rows * DDTREE_ROW_DIM;
+  void* device_cache = cache_rows(cache, s.cache_dtype);
+  r.kept.push_back({device_cache, cache * (s.cache_dtype == DDTREE_F32 ? 4 : s.cache_dtype == DDTREE_BF16 ? 2 : 1)});
+  const float* cache_scale = nullptr;
+  if (s.cache_dtype == DDTREE_E4M3) cache_scale = upload(std::vector<float>(s.layers, 0.5f));
   ddtree_append_latents_args append{};
   append.cache = device_cache, append.latents = numbers(normal(all * DDTREE_ROW_DIM), s.dtype);
   append.lengths = device_lengths, append.layer = layer, append.dtype = s.dtype;
   append.layers = s.layers, append.batch = s.batch, append.rows = s.rows, append.nodes = nodes;
-  append.width = DDTREE_ROW_DIM;
+  append.width = DDTREE_ROW_DIM, append.cache_dtype = s.cache_dtype, append.cache_scale = cache_scale;
   check(ddtree_append_latents_cuda(&append, nullptr), "append_latents");
 
   ddtree_verify_attn_args attn{};
@@ -137,6 +147,7 @@ std::vector<std::vector<char>> run(const Shape& s, int pattern) {
   attn.workspace = r.make<char>(attn.workspace_bytes, false);
   attn.layers = s.layers, attn.batch = s.batch, attn.rows = s.rows, attn.nodes = nodes, attn.heads = s.heads;
   attn.scale = 0.07f, attn.dtype = s.dtype, attn.path = s.path;
+  attn.cache_dtype = s.cache_dtype, attn.cache_scale = cache_scale;
   check(ddtree_verify_attn_cuda(&attn, nullptr), "verify_attn");
 
   // The target agrees with every first child.
@@ -160,7 +171,7 @@ std::vector<std::vector<char>> run(const Shape& s, int pattern) {
   ddtree_commit_path_args commit{};
   commit.cache = device_cache, commit.nodes = accept.nodes, commit.num_emitted = accept.num_emitted;
   commit.lengths = device_lengths, commit.layers = s.layers, commit.batch = s.batch, commit.rows = s.rows;
-  commit.width = DDTREE_ROW_DIM, commit.path = s.depth + 1, commit.dtype = s.dtype;
+  commit.width = DDTREE_ROW_DIM, commit.path = s.depth + 1, commit.dtype = s.cache_dtype;
   check(ddtree_commit_path_cuda(&commit, nullptr), "commit_path");
   return r.read();
 }
@@ -219,13 +230,16 @@ int main(int argc, char** argv) {
   check(cudaGetDeviceProperties(&card, 0), "cudaGetDeviceProperties");
   const bool hopper = card.major == 9 && card.minor == 0;
   const Shape shapes[] = {
-      {2, 7, 5000, 16, 16, 8, 200, 2, DDTREE_BF16, DDTREE_PATH_PORTABLE},
-      {3, 5, 701, 64, 64, 5, 150, 2, DDTREE_BF16, DDTREE_PATH_PORTABLE},
-      {1, 7, 9000, 16, 16, 64, 900, 1, DDTREE_BF16, DDTREE_PATH_PORTABLE},
-      {2, 7, 3000, 256, 256, 2, 300, 1, DDTREE_F32, DDTREE_PATH_AUTO},
-      {2, 7, 5000, 16, 16, 8, 200, 2, DDTREE_BF16, DDTREE_PATH_HOPPER},
-      {3, 5, 701, 64, 64, 5, 150, 2, DDTREE_BF16, DDTREE_PATH_HOPPER},
-      {1, 7, 9000, 16, 16, 64, 900, 1, DDTREE_BF16, DDTREE_PATH_HOPPER},
+      {2, 7, 5000, 16, 16, 8, 200, 2, DDTREE_BF16, DDTREE_PATH_PORTABLE, DDTREE_BF16},
+      {3, 5, 701, 64, 64, 5, 150, 2, DDTREE_BF16, DDTREE_PATH_PORTABLE, DDTREE_BF16},
+      {1, 7, 9000, 16, 16, 64, 900, 1, DDTREE_BF16, DDTREE_PATH_PORTABLE, DDTREE_BF16},
+      {2, 7, 5000, 16, 16, 8, 200, 2, DDTREE_BF16, DDTREE_PATH_PORTABLE, DDTREE_E4M3},
+      {1, 7, 9000, 16, 16, 64, 900, 1, DDTREE_BF16, DDTREE_PATH_PORTABLE, DDTREE_E4M3},
+      {2, 7, 3000, 256, 256, 2, 300, 1, DDTREE_F32, DDTREE_PATH_AUTO, DDTREE_F32},
+      {2, 5, 701, 16, 16, 2, 100, 1, DDTREE_F32, DDTREE_PATH_AUTO, DDTREE_E4M3},
+      {2, 7, 5000, 16, 16, 8, 200, 2, DDTREE_BF16, DDTREE_PATH_HOPPER, DDTREE_BF16},
+      {3, 5, 701, 64, 64, 5, 150, 2, DDTREE_BF16, DDTREE_PATH_HOPPER, DDTREE_BF16},
+      {1, 7, 9000, 16, 16, 64, 900, 1, DDTREE_BF16, DDTREE_PATH_HOPPER, DDTREE_BF16},
   };
   for (const Shape& shape : shapes) {
     if (shape.path != DDTREE_PATH_HOPPER || hopper) compare(shape, plain);

@@ -21,6 +21,7 @@ pytestmark = [
 ]
 
 DTYPES = [np.dtype(np.float32), np.dtype(ml_dtypes.bfloat16)]
+E4M3 = np.dtype(ml_dtypes.float8_e4m3fn)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -45,14 +46,22 @@ def test_verify_attn(rng, dtype, path):
     checks.check_verify_attn(rng, "cuda", dtype, batch=3, budget=32, heads=8, rows=300, path=path)
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_verify_attn_over_e4m3(rng, dtype):
+    sizes = dict(batch=3, budget=32, heads=8, rows=300)
+    checks.check_verify_attn(rng, "cuda", dtype, **sizes, cache_dtype=E4M3)
+
+
 @pytest.mark.parametrize("stop_tokens", [(), (3, 7)])
 def test_tree_accept(rng, stop_tokens):
     checks.check_tree_accept(rng, "cuda", batch=16, budget=64, stop_tokens=stop_tokens)
 
 
+@pytest.mark.parametrize("cache_dtype", [None, E4M3], ids=str)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_cache(rng, dtype):
-    checks.check_cache(rng, "cuda", dtype, layers=3, batch=4, rows=40, nodes=9, width=576)
+def test_cache(rng, dtype, cache_dtype):
+    sizes = dict(layers=3, batch=4, rows=40, nodes=9, width=576)
+    checks.check_cache(rng, "cuda", dtype, **sizes, cache_dtype=cache_dtype)
 
 
 @pytest.mark.parametrize("nodes", [9, 65])

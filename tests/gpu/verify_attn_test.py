@@ -11,13 +11,17 @@ import ddtree_jax
 pytestmark = pytest.mark.skipif(jax.default_backend() != "gpu", reason="needs a GPU")
 
 _ON_HOPPER = jax.default_backend() == "gpu" and jax.devices()[0].compute_capability == "9.0"
-# float32 has one kernel, bfloat16 one that runs everywhere and one for Hopper.
+# float32 has one kernel, bfloat16 one that runs everywhere and one for Hopper, which reads no e4m3.
+_F32, _BF16 = checks.DTYPES.values()
 KERNELS = [
-    pytest.param(checks.DTYPES["float32"], "auto", id="float32"),
-    pytest.param(checks.DTYPES["bfloat16"], "portable", id="portable"),
+    pytest.param(_F32, "auto", None, id="float32"),
+    pytest.param(_F32, "auto", checks.E4M3, id="float32-e4m3"),
+    pytest.param(_BF16, "portable", None, id="portable"),
+    pytest.param(_BF16, "portable", checks.E4M3, id="portable-e4m3"),
     pytest.param(
-        checks.DTYPES["bfloat16"],
+        _BF16,
         "hopper",
+        None,
         id="hopper",
         marks=pytest.mark.skipif(not _ON_HOPPER, reason="needs sm_90"),
     ),
@@ -25,24 +29,38 @@ KERNELS = [
 SCALE = 192**-0.5
 
 
-@pytest.mark.parametrize(("dtype", "path"), KERNELS)
+@pytest.mark.parametrize(("dtype", "path", "cache_dtype"), KERNELS)
 @pytest.mark.parametrize(
     ("batch", "budget", "heads", "rows"),
     [(1, 0, 1, 40), (3, 16, 8, 300), (2, 64, 5, 700), (2, 32, 16, 1500), (2, 256, 3, 600)],
 )
-def test_random_trees(rng, dtype, path, batch, budget, heads, rows):
+def test_random_trees(rng, dtype, path, cache_dtype, batch, budget, heads, rows):
     inputs = checks.random_attention(
-        rng, dtype, batch=batch, budget=budget, heads=heads, rows=rows, depth=8
+        rng,
+        dtype,
+        batch=batch,
+        budget=budget,
+        heads=heads,
+        rows=rows,
+        depth=8,
+        cache_dtype=cache_dtype,
     )
     checks.check_verify_attn(*inputs, scale=SCALE, layer=int(rng.integers(0, 2)), path=path)
 
 
-@pytest.mark.parametrize(("dtype", "path"), KERNELS)
-def test_ragged_lengths(rng, dtype, path):
+@pytest.mark.parametrize(("dtype", "path", "cache_dtype"), KERNELS)
+def test_ragged_lengths(rng, dtype, path, cache_dtype):
     """From no prefix to no cache row left behind the tree, and lengths out of range."""
     lengths = [0, 1, 15, 31, 32, 33, 64, 400, 500 - 17, 0]
     query, cache, lengths, tree = checks.random_attention(
-        rng, dtype, batch=len(lengths), budget=16, heads=8, rows=500, lengths=lengths
+        rng,
+        dtype,
+        batch=len(lengths),
+        budget=16,
+        heads=8,
+        rows=500,
+        lengths=lengths,
+        cache_dtype=cache_dtype,
     )
     checks.check_verify_attn(query, cache, lengths, tree, scale=SCALE, layer=1, path=path)
     out_of_range = lengths.copy()
@@ -53,31 +71,46 @@ def test_ragged_lengths(rng, dtype, path):
         )
 
 
-@pytest.mark.parametrize(("dtype", "path"), KERNELS)
-def test_a_tile_cut_between_blocks(rng, dtype, path):
+@pytest.mark.parametrize(("dtype", "path", "cache_dtype"), KERNELS)
+def test_a_tile_cut_between_blocks(rng, dtype, path, cache_dtype):
     """One request with a long prefix: every tile's steps are spread over many blocks."""
     inputs = checks.random_attention(
-        rng, dtype, batch=1, budget=16, heads=8, rows=5000, layers=1, lengths=[4900]
+        rng,
+        dtype,
+        batch=1,
+        budget=16,
+        heads=8,
+        rows=5000,
+        layers=1,
+        lengths=[4900],
+        cache_dtype=cache_dtype,
     )
     checks.check_verify_attn(*inputs, scale=SCALE, layer=0, path=path)
 
 
-@pytest.mark.parametrize(("dtype", "path"), KERNELS)
+@pytest.mark.parametrize(("dtype", "path", "cache_dtype"), KERNELS)
 @pytest.mark.parametrize("budget", [16, 64, 256])
-def test_zero_query_is_the_mean_of_the_visible_rows(rng, dtype, path, budget):
+def test_zero_query_is_the_mean_of_the_visible_rows(rng, dtype, path, cache_dtype, budget):
     """Every row that may be seen weighs the same, so that one row too many or too few shows."""
     query, cache, lengths, tree = checks.random_attention(
-        rng, dtype, batch=2, budget=budget, heads=4, rows=budget + 40, lengths=[0, 33]
+        rng,
+        dtype,
+        batch=2,
+        budget=budget,
+        heads=4,
+        rows=budget + 40,
+        lengths=[0, 33],
+        cache_dtype=cache_dtype,
     )
     checks.check_verify_attn(
         np.zeros_like(query), cache, lengths, tree, scale=SCALE, layer=0, path=path
     )
 
 
-@pytest.mark.parametrize(("dtype", "path"), KERNELS)
-def test_nan_stays_with_those_that_see_it(rng, dtype, path):
+@pytest.mark.parametrize(("dtype", "path", "cache_dtype"), KERNELS)
+def test_nan_stays_with_those_that_see_it(rng, dtype, path, cache_dtype):
     query, cache, lengths, tree = checks.random_attention(
-        rng, dtype, batch=3, budget=16, heads=8, rows=200, layers=1
+        rng, dtype, batch=3, budget=16, heads=8, rows=200, layers=1, cache_dtype=cache_dtype
     )
     run = jax.jit(ddtree_jax.verify_attn, static_argnames=("scale", "path"))
     clean = np.asarray(
@@ -96,16 +129,16 @@ def test_nan_stays_with_those_that_see_it(rng, dtype, path):
     np.testing.assert_array_equal(got[2], clean[2])
 
 
-@pytest.mark.parametrize(("dtype", "path"), KERNELS[1:])
-def test_kimi_heads_at_long_context(rng, dtype, path):
+@pytest.mark.parametrize(("dtype", "path", "cache_dtype"), KERNELS[2:])
+def test_kimi_heads_at_long_context(rng, dtype, path, cache_dtype):
     query, cache, lengths, tree = checks.random_attention(
-        rng, dtype, batch=2, budget=16, heads=64, rows=2500, layers=1
+        rng, dtype, batch=2, budget=16, heads=64, rows=2500, layers=1, cache_dtype=cache_dtype
     )
     checks.check_verify_attn(query, cache, lengths, tree, scale=SCALE, layer=0, path=path)
 
 
-@pytest.mark.parametrize(("dtype", "path"), KERNELS[1:])
-def test_prefix_of_131072(rng, dtype, path):
+@pytest.mark.parametrize(("dtype", "path", "cache_dtype"), KERNELS[2:])
+def test_prefix_of_131072(rng, dtype, path, cache_dtype):
     inputs = checks.random_attention(
         rng,
         dtype,
@@ -115,20 +148,23 @@ def test_prefix_of_131072(rng, dtype, path):
         rows=131072 + 17,
         layers=1,
         lengths=[131072],
+        cache_dtype=cache_dtype,
     )
     checks.check_verify_attn(*inputs, scale=SCALE, layer=0, path=path)
 
 
-@pytest.mark.parametrize(("dtype", "path"), KERNELS)
-def test_batch_of_64(rng, dtype, path):
-    inputs = checks.random_attention(rng, dtype, batch=64, budget=32, heads=4, rows=150, layers=1)
+@pytest.mark.parametrize(("dtype", "path", "cache_dtype"), KERNELS)
+def test_batch_of_64(rng, dtype, path, cache_dtype):
+    inputs = checks.random_attention(
+        rng, dtype, batch=64, budget=32, heads=4, rows=150, layers=1, cache_dtype=cache_dtype
+    )
     checks.check_verify_attn(*inputs, scale=SCALE, layer=0, path=path)
 
 
-@pytest.mark.parametrize(("dtype", "path"), KERNELS[1:])
-def test_the_layer_may_be_a_loop_variable(rng, dtype, path):
+@pytest.mark.parametrize(("dtype", "path", "cache_dtype"), KERNELS[2:])
+def test_the_layer_may_be_a_loop_variable(rng, dtype, path, cache_dtype):
     query, cache, lengths, tree = checks.random_attention(
-        rng, dtype, batch=2, budget=16, heads=8, rows=100, layers=3
+        rng, dtype, batch=2, budget=16, heads=8, rows=100, layers=3, cache_dtype=cache_dtype
     )
     cache = jnp.asarray(cache)
 
@@ -144,3 +180,31 @@ def test_the_layer_may_be_a_loop_variable(rng, dtype, path):
             query, cache, lengths, tree, scale=SCALE, layer=layer, path=path
         )
         np.testing.assert_array_equal(np.asarray(loop[layer]), np.asarray(want))
+
+
+@pytest.mark.parametrize("dtype", [_F32, _BF16], ids=str)
+def test_all_bytes_of_an_e4m3_cache_convert_exactly(dtype):
+    checks.check_e4m3_bytes(dtype)
+
+
+@pytest.mark.parametrize("path", ["auto", "portable"])
+@pytest.mark.parametrize("dtype", [_F32, _BF16], ids=str)
+@pytest.mark.parametrize(
+    ("batch", "budget", "heads", "rows"), [(2, 16, 64, 2500), (1, 16, 8, 5000), (3, 64, 8, 300)]
+)
+def test_scales_of_an_e4m3_cache(rng, dtype, path, batch, budget, heads, rows):
+    """Layers of their own scale, in tiles that one block does and in tiles that are cut between many."""
+    scaled = {"cache_scale": checks.random_scale(rng, checks.E4M3, 2)}
+    sizes = dict(batch=batch, budget=budget, heads=heads, rows=rows, depth=8)
+    inputs = checks.random_attention(rng, dtype, **sizes, cache_dtype=checks.E4M3, **scaled)
+    for layer in range(2):
+        checks.check_verify_attn(*inputs, scale=SCALE, layer=layer, path=path, **scaled)
+
+
+@pytest.mark.parametrize("prefix", [31, 32, 33, 63, 64, 65, 95, 97])
+def test_few_steps_of_an_e4m3_cache(rng, prefix):
+    """Runs of one, two and three steps: the rows of two steps are on their way at once."""
+    inputs = checks.random_attention(
+        rng, _BF16, batch=1, budget=3, heads=8, rows=120, lengths=[prefix], cache_dtype=checks.E4M3
+    )
+    checks.check_verify_attn(*inputs, scale=SCALE, layer=0)

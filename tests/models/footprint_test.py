@@ -27,16 +27,27 @@ def _nbytes(model):
     return sum(x.nbytes for x in jax.tree.leaves(nnx.state(model)))
 
 
+@pytest.mark.parametrize("cache_dtype", [None, "float8_e4m3fn"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_demo_takes_what_is_said(dtype):
-    size = footprint(demo.TARGET, demo.DRAFTER, dtype=dtype)
-    target = load_target(demo.TARGET, dtype=dtype)
+def test_demo_takes_what_is_said(dtype, cache_dtype):
+    size = footprint(demo.TARGET, demo.DRAFTER, dtype=dtype, cache_dtype=cache_dtype)
+    target = load_target(demo.TARGET, dtype=dtype, cache_dtype=cache_dtype)
     drafter = load_drafter(demo.DRAFTER, target, dtype=dtype)
     assert size.experts + size.rest == _nbytes(target)
     assert size.drafter == _nbytes(drafter)
     caches = target.init_cache(3, 50), drafter.init_cache(3, 50)
     assert size.row * 150 == sum(x.nbytes for x in jax.tree.leaves(caches))
     assert footprint(demo.TARGET, dtype=dtype).drafter == 0
+
+
+def test_an_e4m3_cache_takes_a_byte_a_number(published):
+    half = footprint(*published, cache_dtype="float8_e4m3fn")
+    assert footprint(*published).row - half.row == 61 * 576
+    assert f"{half.row:,} bytes" in _HARDWARE.read_text()
+    with pytest.raises(
+        ValueError, match="cache_dtype must be the model's bfloat16 or float8_e4m3fn"
+    ):
+        footprint(*published, cache_dtype="float32")
 
 
 def test_published_sizes(published):
@@ -84,11 +95,12 @@ def test_a_drafter_of_another_target(published):
         footprint(*published)
 
 
-def test_table_in_the_docs(published):
-    size = footprint(*published)
+@pytest.mark.parametrize("cache_dtype", [None, "float8_e4m3fn"])
+def test_table_in_the_docs(published, cache_dtype):
+    size = footprint(*published, cache_dtype=cache_dtype)
     rows = [line for line in _HARDWARE.read_text().splitlines() if line[:3] in ("| 8", "| 1")]
-    assert len(rows) == 3
-    for row in rows:
+    assert len(rows) == 6
+    for row in rows[3:] if cache_dtype else rows[:3]:
         machine, share, *contexts = (cell.strip() for cell in row.strip("|").split("|"))
         devices, each = (int(part.split()[0]) for part in machine.split(" x "))
         assert share == f"{size.per_device(devices) / 1e9:.1f}"

@@ -175,3 +175,48 @@ def test_taps_outside_the_target_are_refused(rng):
     tokens = jnp.zeros((1, 2), jnp.int32)
     with pytest.raises(ValueError, match="layer 3 lies outside the target's 3 layers"):
         target.forward(tokens, positions_of(tokens), taps=(3,))
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_an_e4m3_cache_follows_the_models_own(rng, dtype):
+    """The same numbers, rounded: within what three bits of mantissa cost, and by any scale that fits them."""
+    seed = int(rng.integers(2**32))
+    tokens = clear_tokens(rng, random_target(np.random.default_rng(seed)), (2, 30))
+    results = []
+    for cache_dtype, scale in (
+        (None, None),
+        ("float8_e4m3fn", None),
+        ("float8_e4m3fn", (0.3, 1, 2)),
+    ):
+        # Experts are left out: which of them a token visits is no continuous matter.
+        target = random_target(
+            np.random.default_rng(seed),
+            dtype=dtype,
+            cache_dtype=cache_dtype,
+            cache_scale=scale,
+            first_k_dense_replace=3,
+        )
+        hidden, cache = _prefill(target, tokens, np.array([30, 30]), 60, 10)
+        assert cache.dtype == target.cache_dtype == (cache_dtype or dtype)
+        results.append(np.asarray(hidden, np.float64))
+    for other in results[1:]:
+        error = np.sqrt(((other - results[0]) ** 2).mean() / (results[0] ** 2).mean())
+        print(f"relative root-mean-square error {error:.4f}")
+        assert 1e-4 < error < 0.1
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"cache_dtype": "float16"}, "cache_dtype must be the model's float32 or float8_e4m3fn"),
+        ({"cache_dtype": "e4m3"}, "cache_dtype: 'e4m3' is no dtype"),
+        ({"cache_scale": (1, 1, 1)}, "cache_scale is for cache_dtype float8_e4m3fn"),
+        (
+            {"cache_dtype": "float8_e4m3fn", "cache_scale": (1, 1)},
+            "cache_scale must have a number for each of 3 layers, not 2",
+        ),
+    ],
+)
+def test_caches_that_cannot_be_are_refused(rng, options, message):
+    with pytest.raises(ValueError, match=message):
+        random_target(rng, **options)

@@ -5,6 +5,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 import quick_compile
 from hlo import cache_copies
 from losslessness import first_difference, judge
@@ -103,6 +104,25 @@ def test_a_cost_curve_changes_the_rounds_and_not_the_text(rng):
     assert ties <= 2 and len(nodes - {0}) > 3
 
 
+def test_ragged_prompts_in_three_modes_over_an_e4m3_cache(rng):
+    """Every mode reads rows that were rounded before anything attended to them, so that all see the same context."""
+    scale = tuple(rng.uniform(0.1, 2, 3))
+    target = random_target(rng, cache_dtype="float8_e4m3fn", cache_scale=scale, **_SMALL)
+    drafter = random_drafter(rng, **_MASK)
+    tokens, lengths = _prompts(rng, 20, 64, 12)
+    texts = {}
+    for mode in ("ar", "chain", "ddtree"):
+        config = DecodeConfig(mode=mode, budget=16, max_new_tokens=_NEW, prefill_chunk=32)
+        result = decode(target, drafter, tokens, lengths, config=config)
+        assert result.state.cache.dtype == jnp.float8_e4m3fn
+        texts[mode] = _continuations(result, lengths)
+    ties = [
+        _ties(target, tokens, lengths, texts["ar"], texts[mode]) for mode in ("chain", "ddtree")
+    ]
+    print("ties", ties)
+    assert sum(ties) <= 4
+
+
 def test_sampled_text_is_the_same_in_every_mode_budget_and_batch(rng):
     target, drafter = random_target(rng, **_SMALL), random_drafter(rng, **_MASK)
     tokens, lengths = _prompts(rng, 8, 20, 12)
@@ -127,8 +147,9 @@ def test_sampled_text_is_the_same_in_every_mode_budget_and_batch(rng):
     assert sum(a != b for a, b in zip(alone, texts[2][:3], strict=True)) <= 1
 
 
-def test_decode_loop_copies_no_cache(rng):
-    target, drafter = random_target(rng), random_drafter(rng)
+@pytest.mark.parametrize("cache_dtype", [None, "float8_e4m3fn"])
+def test_decode_loop_copies_no_cache(rng, cache_dtype):
+    target, drafter = random_target(rng, cache_dtype=cache_dtype), random_drafter(rng)
     tokens, lengths = _prompts(rng, 2, 16, 50)
     config = DecodeConfig(max_new_tokens=40, budget=12)
     prefill = jax.jit(ddtree_decode, static_argnames="config", donate_argnames="state")
@@ -139,5 +160,6 @@ def test_decode_loop_copies_no_cache(rng):
         .as_text()
     )
     assert not cache_copies(text, state.cache, state.draft_cache)
+    assert not cache_copies(text, state.cache, also=("convert",))
     for name in ("draft_topk", "tree_build", "verify_attn", "append_latents", "commit_path"):
         assert f'"ddtree_{name}"' in text, name

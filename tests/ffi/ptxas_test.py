@@ -9,7 +9,8 @@ import pytest
 
 _FFI = pathlib.Path(__file__).parents[2] / "ffi"
 _SHARED_LIMIT = 99 * 1024  # bytes a block on sm_120
-_SPILL_BOUND = 0
+# Of the thread that plans the Hopper kernel's tiles, once a tile: it has but 24 registers.
+_SPILL_BOUND = {"verify_attn_hopper.cu": 32}
 
 pytestmark = pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc")
 
@@ -29,6 +30,7 @@ def _functions(report):
     [
         *((path.name, "120") for path in sorted((_FFI / "cuda").glob("*.cu"))),
         ("expert_mlp.cu", "90a"),
+        ("verify_attn_hopper.cu", "90a"),
     ],
 )
 def test_no_spills(source, arch, tmp_path):
@@ -46,8 +48,10 @@ def test_no_spills(source, arch, tmp_path):
     ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=500)
     assert done.returncode == 0, done.stderr
+    # Products of warpgroups that ptxas runs one after the other, since it could not follow their registers.
+    assert "wgmma" not in done.stderr, done.stderr
     functions = list(_functions(done.stderr))
     assert functions, done.stderr
     for name, spills, shared in functions:
-        assert spills <= _SPILL_BOUND, (name, spills)
-        assert shared <= _SHARED_LIMIT, (name, shared)
+        assert spills <= _SPILL_BOUND.get(source, 0), (name, spills)
+        assert shared <= _SHARED_LIMIT, (name, shared)  # what is asked for at launch: static_assert

@@ -61,11 +61,11 @@ typedef enum {
   DDTREE_E4M3 = 2,  // 8 bits, "fn": largest 448, no infinity, NaN 0x7f and 0xff; of caches alone
 } ddtree_dtype;
 
-// Which of verify_attn's CUDA kernels runs. float32 has one kernel, whatever the path.
+// Which of verify_attn's CUDA kernels runs. float32 has one kernel, whatever path is allowed.
 typedef enum {
   DDTREE_PATH_AUTO = 0,
   DDTREE_PATH_PORTABLE = 1,  // sm_80 and up
-  DDTREE_PATH_HOPPER = 2,    // sm_90a alone; what AUTO takes there
+  DDTREE_PATH_HOPPER = 2,    // sm_90a alone; what AUTO takes there, but for an e4m3 cache, with which it is refused
 } ddtree_path;
 
 typedef enum {

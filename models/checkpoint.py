@@ -48,6 +48,7 @@ def load_target(
     dtype=None,
     rules: ShardingRules | None = None,
     cache_dtype=None,
+    cache_scale: tuple[float, ...] | None = None,
 ) -> KimiK26:
     """Loads a folder of Kimi K2, K2-Thinking, K2.5 or K2.6, or a DeepSeek-V3 one as transformers writes it.
 
@@ -63,6 +64,8 @@ def load_target(
       dtype: "float32" or "bfloat16" for all other parameters; the checkpoint's own by default.
       rules: which axes of the parameters lie on which axis of the mesh.
       cache_dtype: of the latent cache, "float8_e4m3fn" for half of bfloat16's bytes; `dtype` by default.
+      cache_scale: for such a cache, what its numbers are multiplied with, one for each layer
+        (`KimiK26`); 1 by default.
 
     Raises:
       FileNotFoundError: the folder, its config.json, its weights or a shard is missing.
@@ -87,7 +90,8 @@ def load_target(
     if config.tie_word_embeddings and "lm_head.weight" in tensors.names:
         _check_tied(tensors, config)
     dtype = wanted or _stored_dtype(tensors, "model.embed_tokens.weight")
-    target = nnx.eval_shape(lambda: KimiK26(config, dtype=dtype, cache_dtype=cache_dtype))
+    cache = {"cache_dtype": cache_dtype, "cache_scale": cache_scale}
+    target = nnx.eval_shape(lambda: KimiK26(config, dtype=dtype, **cache))
     shardings = {} if mesh is None else (rules or ShardingRules()).shardings(target, mesh)
     _fill(target, target_rules(target, tensors.names), tensors, shardings)
     return target

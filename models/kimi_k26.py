@@ -10,6 +10,8 @@ Names follow the checkpoint's; linear kernels are [inputs, outputs].
 
 from __future__ import annotations
 
+import math
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -212,6 +214,8 @@ class KimiK26(nnx.Module):
                     f"cache_scale must have a number for each of {config.num_hidden_layers} layers, "
                     f"not {len(cache_scale)}"
                 )
+            if not all(0 < scale < math.inf for scale in cache_scale):
+                raise ValueError(f"cache_scale must be finite and above 0, not {cache_scale}")
         self.cache_scale = cache_scale
 
     @property

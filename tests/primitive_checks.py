@@ -46,12 +46,12 @@ def random_candidates(rng, batch, depth, vocab, k):
     return reference.draft_topk(logits, k)
 
 
-def random_tree(rng, batch, *, budget, depth, k=None, keep_spine=False):
-    """A DraftTree of numpy fields, made by the oracle, with a budget of its own for each request."""
+def random_tree(rng, batch, *, budget, depth, k=None, keep_spine=False, full=False):
+    """A DraftTree of numpy fields, made by the oracle; each request has a budget of its own, or if `full` the whole."""
     k = k or max(1, min(budget, 16))
     log_probs, token_ids = random_candidates(rng, batch, depth, k + 3, k)
     budgets = rng.integers(0, budget + 1, batch)
-    budgets[0] = budget
+    budgets[0 : batch if full else 1] = budget
     roots = rng.integers(0, 99, batch, dtype=np.int32)
     fields = reference.tree_build(
         log_probs, token_ids, roots, budget=budget, budgets=budgets, keep_spine=keep_spine
@@ -110,13 +110,14 @@ def random_attention(
     lengths=None,
     cache_dtype=None,
     cache_scale=None,
+    full=False,
 ):
     """(query, cache, lengths, tree): the cache is NaN wherever no node may look.
 
     Its values, by `cache_scale` where there is one, are normal whatever its dtype.
     """
     nodes = budget + 1
-    tree = random_tree(rng, batch, budget=budget, depth=depth)
+    tree = random_tree(rng, batch, budget=budget, depth=depth, full=full)
     if lengths is None:
         lengths = rng.integers(0, rows - nodes + 1, batch)
     lengths = np.asarray(lengths, np.int32)

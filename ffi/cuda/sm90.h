@@ -88,13 +88,9 @@ __device__ __forceinline__ void load_box(void* to, const CUtensorMap* map, uint6
       : "memory");
 }
 
-// Waits for `threads` threads at barrier `id`; `arrive_at` counts as one of them without waiting.
+// Waits for `threads` threads at barrier `id`.
 __device__ __forceinline__ void sync_at(uint32_t id, uint32_t threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
-}
-
-__device__ __forceinline__ void arrive_at(uint32_t id, uint32_t threads) {
-  asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 
 // Stores four 8 x 8 matrices of 16-bit numbers, each thread two numbers of each as accumulators lie; lane l gives where

@@ -127,7 +127,7 @@ __device__ __forceinline__ void load_step(uint32_t stage, const __nv_bfloat16* c
 // The same of e4m3 as it lies: a step's rows are one run of bytes.
 __device__ __forceinline__ void load_step(uint32_t landing, const uint8_t* cache, int first, int end, Place me) {
   constexpr int kRowChunks = DDTREE_ROW_DIM / 16;
-  const int thread = static_cast<int>(me.warp * 32 + me.lane), chunks = (end - first) * kRowChunks;
+  const int thread = static_cast<int>(me.warp * 32 + me.lane), chunks = min(end - first, kStep) * kRowChunks;
   const uint8_t* from = cache + static_cast<int64_t>(first) * DDTREE_ROW_DIM;
 #pragma unroll
   for (int j = 0; j < kStep * kRowChunks; j += kThreads) {
@@ -737,7 +737,7 @@ int64_t max_blocks(int64_t batch, int64_t rows, int64_t nodes, int64_t heads) {
 bool served(int64_t batch, int64_t rows, int64_t nodes, int64_t heads, int32_t dtype) {
   const int64_t bytes = ddtree::DtypeBytes(dtype);
   return ddtree::VerifyAttnSizes(rows, nodes, heads) && ddtree::Between(0, batch, INT32_MAX) &&
-         rows <= INT32_MAX - kChunk && heads <= INT32_MAX / nodes && nodes * heads * batch <= INT32_MAX &&
+         rows <= INT32_MAX - kChunk && heads <= (INT32_MAX - kTileRows) / nodes && nodes * heads * batch <= INT32_MAX &&
          ddtree::Countable(bytes, {batch, rows, DDTREE_ROW_DIM}) &&
          max_steps(batch, rows, nodes, heads) <= kMostSteps;
 }

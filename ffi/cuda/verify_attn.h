@@ -23,7 +23,7 @@ struct Problem {
   const int32_t* layer;
   __nv_bfloat16* out;
   float* parts;
-  int* plan;  // for the merge: the run, whether one item each, and the places before every request
+  int* plan;  // for the merge: the run, whether blocks take whole items, places before every request
   int layers, batch, rows, nodes, heads, words;
   int step_rows;  // cache rows of a step
   float log2_scale;  // of the scores, for powers of two

@@ -185,7 +185,6 @@ __device__ __forceinline__ void attend_side(const Problem& p, Shared& s, int thr
   const int upper = warp * 16 + lane / 4;  // the thread's rows are this one and the one 8 below
   uint32_t tile = 0;                       // of the block's run
   for (uint32_t number = 0;; ++number) {
-    if (number >= 2) sm90::wait(&s.planned[number % 2], number / 2 % 2 ^ 1);
     if (s.segments[number % 2].request == p.batch) return;
     // Read where it is needed: registers are what a thread lacks.
     const Segment& segment = s.segments[number % 2];
@@ -360,6 +359,9 @@ __device__ __forceinline__ void attend_side(const Problem& p, Shared& s, int thr
         }
       }
     }
+    // The next segment is planned. Also, whoever plans has then seen the end of the one before: it could not tell two
+    // ends from none.
+    if (number >= 1) sm90::wait(&s.planned[(number + 1) % 2], (number + 1) / 2 % 2 ^ 1);
     sm90::arrive(&s.finished);
   }
 }

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from expert_checks import KINDS, check_expert_mlp, error_of, random_routing, random_weights
 
-from ddtree_jax import _ffi, expert_mlp
+from ddtree_jax import _ffi, expert_mlp, experts
 from ddtree_jax.experts import _scan_over_experts
 
 
@@ -70,7 +70,8 @@ def test_vmap_and_jit(rng):
 @pytest.mark.parametrize("cuda_kernel", [None, False, True])
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_on_cuda_the_caller_chooses_between_kernel_and_plain_jax(rng, cuda_kernel, dtype):
-    if cuda_kernel and _ffi.cuda is None:
+    kernel = experts.CUDA_KERNEL if cuda_kernel is None else cuda_kernel
+    if kernel and _ffi.cuda is None:
         pytest.skip("needs the CUDA extension")
     weights = random_weights(rng, 4, 64, 32)
     x = jnp.zeros((5, 64), dtype)
@@ -78,15 +79,25 @@ def test_on_cuda_the_caller_chooses_between_kernel_and_plain_jax(rng, cuda_kerne
     call = jax.jit(functools.partial(expert_mlp, cuda_kernel=cuda_kernel))
     lowered = call.trace(x, ids, shares, *weights).lower(lowering_platforms=("cuda",)).as_text()
     calls = re.findall(r"@ddtree_expert_mlp\(.*", lowered)
-    assert len(calls) == bool(cuda_kernel)
-    assert ("stablehlo.while" in lowered) == (not cuda_kernel)
+    assert len(calls) == kernel
+    assert ("stablehlo.while" in lowered) == (not kernel)
     # What XLA owns: the result, and the plan, the inner numbers and the parts of 10 choices.
-    if cuda_kernel:
+    if kernel:
         size = int(re.search(r"tensor<(\d+)xui8>", calls[0])[1])
         assert size >= 10 * (64 * 4 + 32 * x.dtype.itemsize)
     # A CPU runs its own kernel whatever is asked for CUDA.
     lowered = call.trace(x, ids, shares, *weights).lower(lowering_platforms=("cpu",)).as_text()
     assert len(re.findall(r"@ddtree_expert_mlp\(", lowered)) == 1
+
+
+def test_more_experts_than_the_cuda_kernel_sorts_by_are_plain_jax(rng):
+    weights = random_weights(rng, experts.MAX_CUDA_EXPERTS + 1, 32, 32)
+    x = jnp.zeros((1, 32), jnp.float32)
+    ids, shares = jnp.zeros((1, 2), jnp.int32), jnp.zeros((1, 2), jnp.float32)
+    lowered = (
+        jax.jit(expert_mlp).trace(x, ids, shares, *weights).lower(lowering_platforms=("cuda",))
+    )
+    assert "stablehlo.while" in lowered.as_text()
 
 
 def test_arguments_are_checked(rng):

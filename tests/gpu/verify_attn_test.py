@@ -1,5 +1,7 @@
 """verify_attn on the GPU against float64 attention."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -86,6 +88,34 @@ def test_a_tile_cut_between_blocks(rng, dtype, path, cache_dtype):
         cache_dtype=cache_dtype,
     )
     checks.check_verify_attn(*inputs, scale=SCALE, layer=0, path=path)
+
+
+@pytest.mark.parametrize(("dtype", "path", "cache_dtype"), KERNELS)
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        dict(batch=3, budget=32, heads=64, rows=1000, lengths=[967, 960, 953], full=True),
+        dict(batch=64, budget=64, heads=64, rows=100),
+    ],
+    ids=["long", "many"],
+)
+def test_work_that_no_whole_tiles_balance(rng, dtype, path, cache_dtype, sizes):
+    """Blocks take equal runs, which cut tiles; on 132 processors always in the first case, often in the second."""
+    query, cache, lengths, tree = checks.random_attention(
+        rng, dtype, **sizes, layers=1, cache_dtype=cache_dtype
+    )
+    checks.check_verify_attn(query, cache, lengths, tree, scale=SCALE, layer=0, path=path)
+
+
+@pytest.mark.parametrize(("dtype", "path", "cache_dtype"), KERNELS)
+@pytest.mark.parametrize("all_of_them", [False, True])
+def test_requests_without_a_node(rng, dtype, path, cache_dtype, all_of_them):
+    query, cache, lengths, tree = checks.random_attention(
+        rng, dtype, batch=4, budget=16, heads=8, rows=300, layers=1, cache_dtype=cache_dtype
+    )
+    nodes = np.zeros(4, np.int32) if all_of_them else np.asarray(tree.num_nodes) * [1, 0, 1, 0]
+    tree = dataclasses.replace(tree, num_nodes=nodes.astype(np.int32))
+    checks.check_verify_attn(query, cache, lengths, tree, scale=SCALE, layer=0, path=path)
 
 
 @pytest.mark.parametrize(("dtype", "path", "cache_dtype"), KERNELS)

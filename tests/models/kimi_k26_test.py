@@ -215,6 +215,14 @@ def test_an_e4m3_cache_follows_the_models_own(rng, dtype):
             {"cache_dtype": "float8_e4m3fn", "cache_scale": (1, 1)},
             "cache_scale must have a number for each of 3 layers, not 2",
         ),
+        (
+            {"cache_dtype": "float8_e4m3fn", "cache_scale": (1, 0, 1)},
+            r"cache_scale must be finite and above 0, not \(1.0, 0.0, 1.0\)",
+        ),
+        (
+            {"cache_dtype": "float8_e4m3fn", "cache_scale": (1, 1, float("nan"))},
+            "cache_scale must be finite and above 0",
+        ),
     ],
 )
 def test_caches_that_cannot_be_are_refused(rng, options, message):

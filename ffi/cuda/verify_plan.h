@@ -19,6 +19,9 @@
 #include "ffi/cuda/verify_attn.h"
 #include "ffi/ddtree.h"
 
+// What concerns no warp as a whole is compiled for the host too, for its test.
+#define DDTREE_PLAN __host__ __device__ __forceinline__
+
 namespace ddtree {
 
 constexpr int kMinRun = 2;  // steps below which another block costs more than it saves
@@ -40,7 +43,7 @@ struct Request {
   int steps;   // of a tile
 };
 
-__device__ __forceinline__ Request request_of(const Problem& p, int b) {
+DDTREE_PLAN Request request_of(const Problem& p, int b) {
   Request r;
   r.length = min(max(p.lengths[b], 0), p.rows - p.nodes);
   r.nodes = min(max(p.num_nodes[b], 0), p.nodes);
@@ -51,28 +54,28 @@ __device__ __forceinline__ Request request_of(const Problem& p, int b) {
 
 // Into how many chunks the steps of a request are cut. Where items may be cut again, chunks are of about a run, so that
 // an item meets three blocks at most, and a block has at most one item that is a whole chunk but no whole tile.
-__device__ __forceinline__ int chunks_of(const Plan& plan, const Request& r) {
+DDTREE_PLAN int chunks_of(const Plan& plan, const Request& r) {
   if (plan.whole) return (r.steps + plan.run - 1) / plan.run;
   return max(1, min((2 * r.steps + plan.run) / (2 * plan.run), r.steps / (plan.run / 2 + 1)));
 }
 
 // The first step of a chunk. The chunks' lengths differ by one at most, the longer ones first.
-__device__ __forceinline__ int chunk_begin(const Request& r, int chunks, int chunk) {
+DDTREE_PLAN int chunk_begin(const Request& r, int chunks, int chunk) {
   const int length = r.steps / chunks;
   return chunk * length + min(chunk, r.steps - chunks * length);
 }
 
 // Whole tiles of a request that a block can take, if its run is that long.
-__device__ __forceinline__ int tiles_of_run(const Plan& plan, const Request& r) { return plan.run / max(r.steps, 1); }
+DDTREE_PLAN int tiles_of_run(const Plan& plan, const Request& r) { return plan.run / max(r.steps, 1); }
 
 // Blocks that take whole items of a request.
-__device__ __forceinline__ int blocks_of(const Plan& plan, const Request& r) {
+DDTREE_PLAN int blocks_of(const Plan& plan, const Request& r) {
   const int together = max(tiles_of_run(plan, r), 1);
   return (r.tiles + together - 1) / together * chunks_of(plan, r);
 }
 
 // Places in the order that a request takes.
-__device__ __forceinline__ int places_of(const Plan& plan, const Request& r) {
+DDTREE_PLAN int places_of(const Plan& plan, const Request& r) {
   return plan.whole ? blocks_of(plan, r) * plan.run : r.tiles * r.steps;
 }
 
@@ -148,7 +151,7 @@ struct Item {
 };
 
 // The item at place `from` of a request.
-__device__ __forceinline__ Item item_at(const Plan& plan, const Request& r, int from) {
+DDTREE_PLAN Item item_at(const Plan& plan, const Request& r, int from) {
   const int chunks = chunks_of(plan, r);
   if (plan.whole) {
     const int number = from / plan.run;
@@ -185,7 +188,7 @@ struct Run {
 };
 
 // Moves to the next item of the run; the segment's request is `batch` when nothing is left. One thread calls it.
-__device__ __forceinline__ void next_segment(const Problem& p, Run* run, Segment* s) {
+DDTREE_PLAN void next_segment(const Problem& p, Run* run, Segment* s) {
   if (run->left <= 0 && run->later_left > 0) {
     run->request = run->later_request;
     run->at = run->later_at;
@@ -224,18 +227,9 @@ __device__ __forceinline__ void next_segment(const Problem& p, Run* run, Segment
   s->request = p.batch;
 }
 
-// A block's run. All lanes of one warp call it; lane 0 writes, and all of the first block's, what the merge needs.
-__device__ __forceinline__ void start_run(const Problem& p, int block, int blocks, int lane, Run* run) {
-  int places;
-  const Plan plan = make_plan(p, blocks, lane, &places);
-  const int at = plan.run * block, end = min(at + plan.run, places);
-  Found first, last;
-  find_requests(p, plan, at, end - 1, lane, block == 0 ? p.plan + 2 : nullptr, &first, &last);
-  if (lane != 0) return;
-  if (block == 0) {
-    p.plan[0] = plan.run;
-    p.plan[1] = plan.whole;
-  }
+// A block's run of places [at, end), the first and the last of which the two found requests hold.
+DDTREE_PLAN void begin_run(const Problem& p, const Plan& plan, int at, int end, const Found& first,
+                                          const Found& last, Run* run) {
   *run = {plan, at, end - at, first.before, first.request, first.request, at, 0, first.before};
   if (plan.whole || at >= end) return;
   const Item item = item_at(plan, request_of(p, last.request), end - 1 - last.before);
@@ -249,8 +243,23 @@ __device__ __forceinline__ void start_run(const Problem& p, int block, int block
   }
 }
 
+// A block's run. All lanes of one warp call it; lane 0 writes, and all of the first block's, what the merge needs.
+__device__ __forceinline__ void start_run(const Problem& p, int block, int blocks, int lane, Run* run) {
+  int places;
+  const Plan plan = make_plan(p, blocks, lane, &places);
+  const int at = plan.run * block, end = min(at + plan.run, places);
+  Found first, last;
+  find_requests(p, plan, at, end - 1, lane, block == 0 ? p.plan + 2 : nullptr, &first, &last);
+  if (lane != 0) return;
+  if (block == 0) {
+    p.plan[0] = plan.run;
+    p.plan[1] = plan.whole;
+  }
+  begin_run(p, plan, at, end, first, last, run);
+}
+
 // Where a block leaves one of its parts for the merge: 64 rows of output, then their maxima, then their sums.
-__device__ __forceinline__ float* part_of(const Problem& p, int block, int part) {
+DDTREE_PLAN float* part_of(const Problem& p, int block, int part) {
   return p.parts + (static_cast<int64_t>(kBlockParts) * block + part) * kPartFloats;
 }
 
@@ -260,10 +269,10 @@ struct Parts {
   Request request;
   int chunks, tile;
   int before;  // places before the request
-  __device__ __forceinline__ int most_blocks() const { return plan.whole ? 1 : 3; }  // that an item meets
-  __device__ __forceinline__ int count() const { return chunks * most_blocks(); }
+  DDTREE_PLAN int most_blocks() const { return plan.whole ? 1 : 3; }  // that an item meets
+  DDTREE_PLAN int count() const { return chunks * most_blocks(); }
   // Part i, or null where an item meets fewer blocks.
-  __device__ __forceinline__ const float* get(const Problem& p, int i) const {
+  DDTREE_PLAN const float* get(const Problem& p, int i) const {
     if (plan.whole) return part_of(p, before / plan.run + i * request.tiles + tile, 1);
     const int chunk = i / 3, number = i - chunk * 3;
     const int begin = chunk_begin(request, chunks, chunk), end = chunk_begin(request, chunks, chunk + 1);
@@ -273,7 +282,7 @@ struct Parts {
     return part_of(p, block + number, number > 0 ? 0 : block == last ? 1 : 2);
   }
   // Whether one block did the whole tile, and so wrote its output.
-  __device__ __forceinline__ bool whole() const {
+  DDTREE_PLAN bool whole() const {
     if (chunks > 1) return false;
     const int first = before + tile * request.steps;
     return plan.whole || first / plan.run == (first + request.steps - 1) / plan.run;
@@ -281,5 +290,6 @@ struct Parts {
 };
 
 }  // namespace ddtree
+#undef DDTREE_PLAN
 
 #endif  // DDTREE_FFI_CUDA_VERIFY_PLAN_H_

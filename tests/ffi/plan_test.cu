@@ -1,0 +1,121 @@
+// Whether the plan of verify_attn's work does all of it once, and its merge finds what was left: random problems, on the
+// host. What a warp does together on the device (make_plan, find_requests) is done here by loops written anew.
+#include <cstdio>
+#include <cstdlib>
+#include <map>
+#include <random>
+#include <set>
+#include <vector>
+
+#include "ffi/cuda/verify_plan.h"
+
+using namespace ddtree;
+
+namespace {
+
+Found Find(const Problem& p, const Plan& plan, int at) {
+  int before = 0;
+  for (int b = 0; b < p.batch; ++b) {
+    const int places = places_of(plan, request_of(p, b));
+    if (at >= before && at < before + places) return {b, before};
+    before += places;
+  }
+  return {p.batch, 0};
+}
+
+#define EXPECT(condition)                                                          \
+  if (!(condition)) {                                                              \
+    std::printf("problem %d, %d blocks: %s\n", problem, blocks, #condition);       \
+    return false;                                                                  \
+  }
+
+bool Check(const Problem& p, const Plan& plan, int blocks, int problem, bool* cut) {
+  int places = 0;
+  for (int b = 0; b < p.batch; ++b) places += places_of(plan, request_of(p, b));
+  EXPECT(static_cast<int64_t>(plan.run) * blocks >= places);
+  std::map<std::pair<int, int>, std::vector<int>> done;         // of a tile: how often each step
+  std::map<std::pair<int, int>, std::set<const float*>> left;  // its parts
+  std::set<const float*> all;
+  std::set<std::pair<int, int>> whole;
+  for (int block = 0; block < blocks; ++block) {
+    const int at = plan.run * block, end = std::min(at + plan.run, places);
+    Run run;
+    begin_run(p, plan, at, end, Find(p, plan, at), Find(p, plan, end - 1), &run);
+    int steps = 0;
+    for (Segment s;;) {
+      next_segment(p, &run, &s);
+      if (s.request == p.batch) break;
+      const Request r = request_of(p, s.request);
+      const std::pair<int, int> tile{s.request, s.tile};
+      EXPECT(s.tile >= 0 && s.tile < r.tiles && s.step >= 0 && s.step < s.end_step && s.end_step <= r.steps);
+      EXPECT(s.steps == r.steps && s.length == r.length && s.nodes == r.nodes);
+      done[tile].resize(r.steps);
+      for (int step = s.step; step < s.end_step; ++step) ++done[tile][step];
+      steps += s.end_step - s.step;
+      if (s.step == 0 && s.end_step == r.steps) {
+        whole.insert(tile);
+      } else {
+        const float* part = part_of(p, block, s.part);
+        EXPECT(all.insert(part).second);  // a block leaves none twice
+        left[tile].insert(part);
+      }
+    }
+    EXPECT(steps <= plan.run);
+  }
+  for (int b = 0; b < p.batch; ++b) {
+    const Request r = request_of(p, b);
+    int before = 0;
+    for (int other = 0; other < b; ++other) before += places_of(plan, request_of(p, other));
+    for (int t = 0; t < r.tiles; ++t) {
+      EXPECT(done[std::make_pair(b, t)] == std::vector<int>(r.steps, 1));
+      const Parts parts{plan, r, chunks_of(plan, r), t, before};
+      const bool is_whole = whole.count({b, t}) > 0;
+      EXPECT(parts.whole() == is_whole);
+      if (is_whole) continue;
+      std::set<const float*> found;
+      for (int i = 0; i < parts.count(); ++i) {
+        if (const float* part = parts.get(p, i)) EXPECT(found.insert(part).second);
+      }
+      EXPECT(found == (left[std::make_pair(b, t)]));
+    }
+  }
+  *cut = !plan.whole && !all.empty();
+  return true;
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  std::mt19937 generator(static_cast<unsigned>(std::atoi(argv[1])));
+  const auto draw = [&](int low, int high) { return low + static_cast<int>(generator() % (high - low + 1)); };
+  int cuts = 0, plans = 0;
+  for (int problem = 0; problem < std::atoi(argv[2]); ++problem) {
+    Problem p{};
+    p.batch = draw(1, draw(0, 1) ? 4 : 40), p.nodes = draw(0, 2) ? draw(1, 70) : 1;
+    p.heads = 1 << draw(0, 6), p.rows = p.nodes + draw(0, draw(0, 1) ? 300 : 20000), p.step_rows = draw(0, 1) ? 64 : 32;
+    std::vector<int32_t> lengths(p.batch), nodes(p.batch);
+    for (int b = 0; b < p.batch; ++b) {
+      lengths[b] = draw(-2, p.rows + 2);
+      nodes[b] = draw(0, 3) ? p.nodes : draw(0, p.nodes);
+    }
+    p.lengths = lengths.data(), p.num_nodes = nodes.data();
+    const int blocks = draw(1, 256);
+    int64_t steps = 0;
+    for (int b = 0; b < p.batch; ++b) steps += static_cast<int64_t>(request_of(p, b).tiles) * request_of(p, b).steps;
+    Plan plan{std::max(kMinRun, static_cast<int>((steps + blocks - 1) / blocks)), false};
+    bool cut = false;
+    if (!Check(p, plan, blocks, problem, &cut)) return 1;
+    cuts += cut;
+    // Every length of whole items that suffices.
+    for (plan.whole = true; plan.run < steps + 3; plan.run += 1 + plan.run / 16) {
+      int64_t needed = 0;
+      for (int b = 0; b < p.batch; ++b) needed += blocks_of(plan, request_of(p, b));
+      if (needed > blocks) continue;
+      if (!Check(p, plan, blocks, problem, &cut)) return 1;
+      ++plans;
+      break;
+    }
+  }
+  std::printf("%d cut plans, %d of whole items\n", cuts, plans);
+  return cuts > 0 && plans > 0 ? 0 : 1;
+}

@@ -67,6 +67,19 @@ _FIELDS = {
 }
 
 
+def path_number(path: str, e4m3: bool) -> int:
+    """The ddtree_path of this name, for a cache that is e4m3 or not.
+
+    Raises:
+      ValueError: there is no such path, or it reads no e4m3 cache.
+    """
+    if path not in PATHS:
+        raise ValueError(f"path must be one of {', '.join(PATHS)}, not {path!r}")
+    if path == "hopper" and e4m3:
+        raise ValueError('path "hopper" reads no float8_e4m3fn cache: take "auto" or "portable"')
+    return PATHS[path]
+
+
 def _block(name: str) -> type[ctypes.Structure]:
     fields = [("abi_version", ctypes.c_uint32)]
     fields += [(field, kind) for kind, names in _FIELDS[name] for field in names.split()]

@@ -187,13 +187,10 @@ def verify_attn(
       ValueError: another dtype, shape, device, layer or path, a scale for a cache of another dtype, or a
         tensor that is not contiguous.
     """
-    if path not in _clib.PATHS:
-        raise ValueError(f"path must be one of {', '.join(_clib.PATHS)}, not {path!r}")
     tensor("query", query, ("B", "N", "H", _ROW_DIM), _FLOATS)
     batch, nodes, heads, _ = query.shape
     tensor("cache", cache, ("layers", batch, "S", _ROW_DIM), (query.dtype, _E4M3), query)
-    if path == "hopper" and cache.dtype == _E4M3:
-        raise ValueError('path "hopper" reads no float8_e4m3fn cache: take "auto" or "portable"')
+    kernel = _clib.path_number(path, cache.dtype == _E4M3)
     tensor("lengths", lengths, (batch,), torch.int32, query)
     between("query's nodes N", nodes, 1, MAX_BUDGET + 1)
     if heads < 1:
@@ -227,7 +224,7 @@ def verify_attn(
         heads=heads,
         scale=float(scale),
         dtype=_TAGS[query.dtype],
-        path=_clib.PATHS[path],
+        path=kernel,
         cache_dtype=_TAGS[cache.dtype],
         cache_scale=_scale(cache_scale, cache),
     )

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ddtree_jax import _checks
-from ddtree_jax._clib import PATHS
+from ddtree_jax._clib import path_number
 from ddtree_jax._ffi import workspace_bytes
 from ddtree_jax._primitive import kernel_primitive
 from ddtree_jax.cache import ROW_DIM
@@ -53,15 +53,12 @@ def verify_attn(
     Raises:
       ValueError: another dtype, shape, layer or path, or a scale for a cache of another dtype.
     """
-    if path not in PATHS:
-        raise ValueError(f"path must be one of {', '.join(PATHS)}, not {path!r}")
     floats = (jnp.float32, jnp.bfloat16)
     query = _checks.array("query", query, ("B", "N", "H", ROW_DIM), floats)
     batch, nodes, heads, _ = query.shape
     dtypes = (query.dtype, jnp.float8_e4m3fn)
     cache = _checks.array("cache", cache, ("layers", batch, "S", ROW_DIM), dtypes)
-    if path == "hopper" and cache.dtype == jnp.float8_e4m3fn:
-        raise ValueError('path "hopper" reads no float8_e4m3fn cache: take "auto" or "portable"')
+    path = path_number(path, cache.dtype == jnp.float8_e4m3fn)
     lengths = _checks.array("lengths", lengths, (batch,), jnp.int32)
     _checks.between("query's nodes N", nodes, 1, MAX_BUDGET + 1)
     if heads < 1:
@@ -81,7 +78,7 @@ def verify_attn(
         index,
         _checks.cache_scale(cache_scale, cache),
         scale=_checks.number("scale", scale),
-        path=np.int32(PATHS[path]),
+        path=np.int32(path),
     )[0]
 
 

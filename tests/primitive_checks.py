@@ -190,10 +190,8 @@ def check_append_to_e4m3(rng, dtype):
             want = reference.append_latents(cache, latents, lengths, **options)
             np.testing.assert_array_equal(got.view(np.uint8), want.view(np.uint8))
             by = 1.0 if cache_scale is None else cache_scale[layer]
-            if by in (
-                1.0,
-                0.25,
-            ):  # exact quotients: the nearest of all numbers, found by looking at all of them
+            # Of exact quotients, the nearest of all numbers, found by looking at all of them.
+            if by in (1.0, 0.25):
                 wide = np.clip(values.astype(np.float64) / by, -448, 448)
                 wide = wide[np.isfinite(values.astype(np.float64))]
                 written = got[layer, 0, 0].astype(np.float64)

@@ -794,6 +794,7 @@ int ddtree_verify_attn_cuda(const ddtree_verify_attn_args* args, void* stream) {
   if (args->path == DDTREE_PATH_HOPPER && !has_hopper) return DDTREE_INVALID_ARGUMENT;
   const bool hopper = has_hopper && !e4m3 && args->path != DDTREE_PATH_PORTABLE;
   float* parts = static_cast<float*>(args->workspace);
+  const int64_t part_floats = kBlockParts * max_blocks(batch, rows, nodes, heads) * kPartFloats;
   const Problem problem{static_cast<const __nv_bfloat16*>(args->query),
                         args->cache,
                         args->ancestors,
@@ -802,7 +803,7 @@ int ddtree_verify_attn_cuda(const ddtree_verify_attn_args* args, void* stream) {
                         args->layer,
                         static_cast<__nv_bfloat16*>(args->out),
                         parts,
-                        reinterpret_cast<int*>(parts + kBlockParts * max_blocks(batch, rows, nodes, heads) * kPartFloats),
+                        reinterpret_cast<int*>(parts + part_floats),
                         layers,
                         batch,
                         rows,

@@ -39,8 +39,8 @@ constexpr int kColumns = DDTREE_LATENT_DIM / 2;  // of a warpgroup
 constexpr int kTileBytes = kBoxes * sm90::kBoxBytes;
 static_assert(kTileRows == 64 && kHopperStep == 64, "a box has 64 rows");
 
-// Named barriers; 0 is the block's own. What goes between warpgroups goes by mbarriers, at which every thread arrives: so
-// tools that look for races can follow it.
+// Named barriers; 0 is the block's own. What goes between warpgroups goes by mbarriers, at which every thread arrives:
+// so tools that look for races can follow it.
 constexpr uint32_t kGroup = 1;  // and 2: a warpgroup by itself
 
 struct Shared {
@@ -339,8 +339,8 @@ __device__ __forceinline__ void attend_side(const Problem& p, Shared& s, int thr
       if (whole) {
         if (query_row < segment.nodes * p.heads) {
           const float inverse = 1.0f / total;
-          __nv_bfloat16* to =
-              p.out + (static_cast<int64_t>(segment.request) * p.nodes * p.heads + query_row) * DDTREE_LATENT_DIM + column;
+          const int64_t index = static_cast<int64_t>(segment.request) * p.nodes * p.heads + query_row;
+          __nv_bfloat16* to = p.out + index * DDTREE_LATENT_DIM + column;
 #pragma unroll
           for (int n = 0; n < kColumns / 8; ++n) {
             *reinterpret_cast<uint32_t*>(to + n * 8) =
@@ -367,7 +367,8 @@ __device__ __forceinline__ void attend_side(const Problem& p, Shared& s, int thr
 }
 
 __global__ void __launch_bounds__(kThreads, 1)
-    attend(const Problem p, const __grid_constant__ CUtensorMap query_map, const __grid_constant__ CUtensorMap cache_map) {
+    attend(const Problem p, const __grid_constant__ CUtensorMap query_map,
+           const __grid_constant__ CUtensorMap cache_map) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
   extern __shared__ __align__(1024) uint8_t memory[];
   Shared& s = *reinterpret_cast<Shared*>(memory);

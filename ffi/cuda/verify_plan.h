@@ -4,11 +4,11 @@
 // Every block computes from `lengths` and `num_nodes` what is its own, so the grid depends on nothing but the shapes.
 //
 // What limits a block that shares the card with 131 others is the L2 cache: all tiles of a request read the same rows,
-// and each row should come from memory once. So blocks that run together must be near each other in the cache. The steps
-// of a request are cut into chunks of about a block's run; the order of all work is request, chunk, tile, step. An item
-// is a chunk of a tile. If that balances, a block takes whole items: one chunk, or as many whole tiles as fit in a run.
-// Otherwise each takes an equal run of the order, which may cut the first and the last item; it does the last one's
-// beginning first, so that at any time all blocks are about equally far in their chunks.
+// and each row should come from memory once. So blocks that run together must be near each other in the cache. The
+// steps of a request are cut into chunks of about a block's run; the order of all work is request, chunk, tile, step.
+// An item is a chunk of a tile. If that balances, a block takes whole items: one chunk, or as many whole tiles as fit
+// in a run. Otherwise each takes an equal run of the order, which may cut the first and the last item; it does the last
+// one's beginning first, so that at any time all blocks are about equally far in their chunks.
 //
 // An item that is not a whole tile, or was cut, leaves parts in the workspace, which a second launch merges.
 #ifndef DDTREE_FFI_CUDA_VERIFY_PLAN_H_
@@ -32,7 +32,7 @@ constexpr int kBlockParts = 3;                                    // that a bloc
 constexpr int64_t kMostSteps = 1 << 30;
 
 struct Plan {
-  int run;        // steps of a block, or the most of them
+  int run;     // steps of a block, or the most of them
   bool whole;  // a block takes whole items; its places in the order are then `run`, used or not
 };
 

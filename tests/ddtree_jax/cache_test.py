@@ -81,9 +81,8 @@ def test_donated_loop_works_in_place(rng, kind):
     assert got.unsafe_buffer_pointer() == pointer
     assert cache.is_deleted()
     want = np.zeros((3, 2, 64, 576), cache_dtype)
-    latents = latents.astype(
-        cache_dtype
-    )  # normal numbers: neither large nor on a tie that bfloat16 made
+    # Normal numbers: neither large nor on a tie that bfloat16 made.
+    latents = latents.astype(cache_dtype)
     for b, taken in enumerate([[0, 2, 4], [0, 1]]):
         rows = np.concatenate([latents[b, taken]] * 4)
         want[:, b, : len(rows)] = rows

@@ -197,9 +197,8 @@ def test_a_scale_of_a_power_of_two_is_the_values_own(rng, dtype):
     query, cache, lengths, tree = random_attention(
         rng, DTYPES[dtype], batch=2, budget=20, heads=3, rows=100, cache_dtype=E4M3
     )
-    cache = (cache.astype(np.float32).round(1) * 8).astype(
-        E4M3
-    )  # no subnormals, which would lose digits
+    # No subnormals, which would lose digits.
+    cache = (cache.astype(np.float32).round(1) * 8).astype(E4M3)
     small = (cache.astype(np.float32) / 8).astype(E4M3)
     np.testing.assert_array_equal(small.astype(np.float32) * 8, cache.astype(np.float32))
     scales = np.array([1.0, 8.0], np.float32)
@@ -222,9 +221,8 @@ def test_what_an_e4m3_cache_costs_in_accuracy(rng, dtype):
     where = dict(scale=SCALE, layer=0)
     want = reference.verify_attn(query, values, lengths, tree.ancestors, tree.num_nodes, **where)
     got = np.asarray(verify_attn(query, rounded, lengths, tree, **where)).astype(np.float64)
-    check_verify_attn(
-        query, rounded, lengths, tree, **where
-    )  # what is left is the cache's rounding
+    # What is left is the cache's rounding.
+    check_verify_attn(query, rounded, lengths, tree, **where)
     error = np.sqrt(((got - want)[0, :alive] ** 2).mean() / (want[0, :alive] ** 2).mean())
     print(f"relative root-mean-square error {error:.4f}")
     assert 0.005 < error < 0.08

@@ -102,9 +102,8 @@ def append_latents(draw, *, dtype, layers, batch, rows, nodes, width, cache_dtyp
     latents = _fractions(draw, (batch, nodes, width)).astype(dtype)
     lengths = draw.randint(-2, rows + 1, batch).astype(np.int32)
     scaled = {"cache_scale": _scales(draw, layers)} if cache_dtype else {}
-    if (
-        cache_dtype
-    ):  # what rounds to the even of two neighbours, what saturates and what is no number
+    if cache_dtype:
+        # What rounds to the even of two neighbours, what saturates and what is no number.
         latents[:, :, 0] = draw.choice([0.0, 17.0, 19.0, 1e4, -1e4, np.inf, np.nan], (batch, nodes))
         scaled["cache_scale"][1] = 0.5
     want = reference.append_latents(cache, latents, lengths, layer=1, **scaled)

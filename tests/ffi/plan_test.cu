@@ -1,5 +1,5 @@
-// Whether the plan of verify_attn's work does all of it once, and its merge finds what was left: random problems, on the
-// host. What a warp does together on the device (make_plan, find_requests) is done here by loops written anew.
+// Whether the plan of verify_attn's work does all of it once, and its merge finds what was left: random problems, on
+// the host. What a warp does together on the device (make_plan, find_requests) is done here by loops written anew.
 #include <cstdio>
 #include <cstdlib>
 #include <map>

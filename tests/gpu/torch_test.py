@@ -66,7 +66,7 @@ def test_cache(rng, dtype, cache_dtype):
 
 @pytest.mark.parametrize("nodes", [9, 65])
 def test_verify_tree_greedy_on_random_trees(rng, nodes):
-    batch = 1000
+    batch = 5000
     tree = oracle.random_tree(rng, batch, nodes)
     target = oracle.random_target(rng, tree)
     before = oracle.random_results(rng, batch, nodes, 8)

@@ -177,6 +177,8 @@ def split_expert_mlp(
         if axis is not None:
             # Ids of the other devices' experts fall outside 0 .. count - 1, where they contribute nothing.
             ids = ids - jax.lax.axis_index(axis) * experts.count
+            # Said of the input, so that a loop's first sum is of the type of its last: one for each device.
+            x = jax.lax.pcast(x, axis, to="varying")
         out = expert_mlp(x, ids, weights, experts).astype(jnp.float32)
         if kernels:
             out = out + gated_mlp(x, *kernels).astype(jnp.float32)

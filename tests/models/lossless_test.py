@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 import quick_compile
 from hlo import cache_copies
-from losslessness import first_difference, judge
-from routing import CLEAR, routing_margin
+from text_checks import continuations, ties
 from tiny_models import random_drafter, random_target
 
 from ddtree_jax import CostCurve, DecodeConfig, FinishReason, ddtree_decode
@@ -29,28 +28,8 @@ def _prompts(rng, batch, width, vocab):
     return rng.integers(0, vocab, (batch, width)).astype(np.int32), lengths
 
 
-def _continuations(result, lengths):
-    # Of a JAX array every slice of another length would be compiled.
-    tokens, ends = np.asarray(result.tokens), np.asarray(result.lengths)
-    return [tokens[b, n : ends[b]].tolist() for b, n in enumerate(lengths)]
-
-
-def _ties(target, tokens, lengths, plain, texts):
-    """How many texts part from the plain ones, which only ties may make them do: of logits or of experts."""
-    ties = 0
-    for row, length, one, other in zip(tokens, lengths, plain, texts, strict=True):
-        prompt = row[:length].tolist()
-        verdict = judge(target, prompt, one, other, jnp.float32)
-        if verdict == "different":
-            # Experts that rounding chose differ by more than a tie of logits.
-            context = [*prompt, *one[: first_difference(one, other)]]
-            assert routing_margin(target, [context]) < CLEAR, (prompt, one, other)
-        ties += verdict != "same"
-    return ties
-
-
 def test_two_hundred_ragged_prompts_in_three_modes(rng):
-    ties = accepted = rounds = 0
+    parted = accepted = rounds = 0
     for _ in range(5):
         target, drafter = random_target(rng, **_SMALL), random_drafter(rng, **_MASK)
         # Both as users compile it and with operations that are not fused.
@@ -62,15 +41,15 @@ def test_two_hundred_ragged_prompts_in_three_modes(rng):
                     mode=mode, budget=16, max_new_tokens=_NEW, stop_tokens=stops, prefill_chunk=32
                 )
                 result = decode_once(target, drafter, tokens, lengths, config=config)
-                texts[mode] = _continuations(result, lengths)
+                texts[mode] = continuations(result, lengths)
                 if mode == "ddtree":
                     histogram = np.asarray(result.accepted_histogram).sum(0)
                     accepted += histogram @ np.arange(len(histogram))
                     rounds += histogram.sum()
             for mode in ("chain", "ddtree"):
-                ties += _ties(target, tokens, lengths, texts["ar"], texts[mode])
-    print("ties", ties, "accepted a round", accepted / rounds)
-    assert ties <= 4
+                parted += ties(target, tokens, lengths, texts["ar"], texts[mode])
+    print("ties", parted, "accepted a round", accepted / rounds)
+    assert parted <= 4
     assert accepted / rounds > 1.15  # Else drafts were never accepted and nothing was tested.
 
 
@@ -86,7 +65,7 @@ def test_a_cost_curve_changes_the_rounds_and_not_the_text(rng):
     spine = bool(rng.integers(2))
     start = DecodeConfig(cost_curve=curve, keep_spine=spine, max_rounds=0, **options)
     step = dataclasses.replace(start, max_rounds=1)
-    ties, nodes = 0, set()
+    parted, nodes = 0, set()
     for _ in range(3):
         target, drafter = random_target(rng, **_SMALL), random_drafter(rng, **_MASK)
         tokens, lengths = _prompts(rng, 4, 32, 12)
@@ -98,10 +77,10 @@ def test_a_cost_curve_changes_the_rounds_and_not_the_text(rng):
                     np.asarray(draft(target, drafter, state, config=step).num_nodes).tolist()
                 )
             result = decode(target, drafter, tokens, lengths, config=step, state=state)
-        wanted = _continuations(decode(target, drafter, tokens, lengths, config=plain), lengths)
-        ties += _ties(target, tokens, lengths, wanted, _continuations(result, lengths))
-    print("spine", spine, "ties", ties, "nodes", nodes)
-    assert ties <= 2 and len(nodes - {0}) > 3
+        wanted = continuations(decode(target, drafter, tokens, lengths, config=plain), lengths)
+        parted += ties(target, tokens, lengths, wanted, continuations(result, lengths))
+    print("spine", spine, "ties", parted, "nodes", nodes)
+    assert parted <= 2 and len(nodes - {0}) > 3
 
 
 def test_ragged_prompts_in_three_modes_over_an_e4m3_cache(rng):
@@ -115,12 +94,12 @@ def test_ragged_prompts_in_three_modes_over_an_e4m3_cache(rng):
         config = DecodeConfig(mode=mode, budget=16, max_new_tokens=_NEW, prefill_chunk=32)
         result = decode(target, drafter, tokens, lengths, config=config)
         assert result.state.cache.dtype == jnp.float8_e4m3fn
-        texts[mode] = _continuations(result, lengths)
-    ties = [
-        _ties(target, tokens, lengths, texts["ar"], texts[mode]) for mode in ("chain", "ddtree")
+        texts[mode] = continuations(result, lengths)
+    parted = [
+        ties(target, tokens, lengths, texts["ar"], texts[mode]) for mode in ("chain", "ddtree")
     ]
-    print("ties", ties)
-    assert sum(ties) <= 4
+    print("ties", parted)
+    assert sum(parted) <= 4
 
 
 def test_sampled_text_is_the_same_in_every_mode_budget_and_batch(rng):
@@ -131,14 +110,14 @@ def test_sampled_text_is_the_same_in_every_mode_budget_and_batch(rng):
     for mode, budget in (("ar", 1), ("chain", 1), ("ddtree", 5), ("ddtree", 24)):
         config = DecodeConfig(mode=mode, budget=budget, **options)
         texts.append(
-            _continuations(quick_decode(target, drafter, tokens, lengths, config=config), lengths)
+            continuations(quick_decode(target, drafter, tokens, lengths, config=config), lengths)
         )
     # A draw that falls within rounding of a boundary may part two runs; more than one would not be that.
     for other in texts[1:]:
         assert sum(a != b for a, b in zip(texts[0], other, strict=True)) <= 1
     config = DecodeConfig(mode="ddtree", budget=5, **options)
     alone = [
-        _continuations(
+        continuations(
             quick_decode(target, drafter, tokens[b : b + 1], lengths[b : b + 1], config=config),
             lengths[b : b + 1],
         )[0]

@@ -126,7 +126,7 @@ def sum_of_chosen(x, expert_ids, expert_weights, experts: int, matrices) -> jax.
 
         return jax.lax.cond(jnp.any(expert_ids == expert), apply, lambda total: total, total)
 
-    total = jax.lax.fori_loop(0, experts, add, jnp.zeros(x.shape, jnp.float32))
+    total = jax.lax.fori_loop(0, experts, add, jnp.zeros_like(x, jnp.float32))
     return total.astype(x.dtype)
 
 

@@ -52,7 +52,9 @@ def report(
             + ", ".join(f"batch {batch} {positions:,}" for batch, positions in pairs)
         )
     if devices > 1:
-        lines.append("(weights split evenly, caches on every device; decoding is on one so far)")
+        lines.append(
+            "(weights split evenly, caches on every device; --mesh also keeps the drafter on every one)"
+        )
     return "\n".join(lines)
 
 

@@ -3,6 +3,7 @@
 python examples/generate.py --prompt "def add(a, b):"
 python examples/generate.py --compare
 python examples/generate.py --checkpoint DIR --drafter DIR --chat --prompt "Hello"
+python examples/generate.py --checkpoint DIR --drafter DIR --mesh 8 --prompt "Hello"
 """
 
 from __future__ import annotations
@@ -56,7 +57,11 @@ _CACHE_DTYPE = flags.DEFINE_enum(
     ["float32", "bfloat16", "float8_e4m3fn"],
     "The target's latent cache: float8_e4m3fn for half of bfloat16's bytes; --dtype's by default.",
 )
-_MESH = flags.DEFINE_string("mesh", None, "Reserved: decoding runs on one device so far.")
+_MESH = flags.DEFINE_integer(
+    "mesh",
+    1,
+    "Devices of this host to split the target over; every one holds the drafter and the caches.",
+)
 _COMPARE = flags.DEFINE_bool(
     "compare", False, "Run ar, chain and ddtree and print them side by side."
 )
@@ -92,8 +97,6 @@ def main(argv):
 
 def _run():
     logging.set_verbosity(logging.WARNING)  # JAX tells at INFO which backends this machine lacks.
-    if _MESH.value is not None:
-        raise ValueError("--mesh is not available yet: leave it out to decode on one device")
     if _MAX_NEW.value < 1:
         raise ValueError(f"--max_new_tokens must be at least 1, not {_MAX_NEW.value}")
     if _BATCH.value < 1:
@@ -138,13 +141,14 @@ def _run():
     if dtype == "float32":
         # A GPU's own default is TF32, which keeps 10 bits of a number and not 23.
         jax.config.update("jax_default_matmul_precision", "highest")
+    mesh = _mesh(jax, _MESH.value)
     tokenizer = models.load_tokenizer(target_path)
     prompts, texts = _prompts(tokenizer, from_demo)
-    target = models.load_target(target_path, dtype=dtype, cache_dtype=_CACHE_DTYPE.value)
+    target = models.load_target(target_path, mesh=mesh, dtype=dtype, cache_dtype=_CACHE_DTYPE.value)
     drafter = models.load_drafter(drafter_path, target, dtype=dtype) if needs_drafter else None
     curve_path = _COST_CURVE.value
-    # The demo's curve is of its own drafter, all in float32, for one request at a time.
-    is_of_the_curve = from_demo and _DRAFTER.value is None and on_cpu
+    # The demo's curve is of its own drafter, all in float32, for one request at a time on one device.
+    is_of_the_curve = from_demo and _DRAFTER.value is None and on_cpu and mesh is None
     is_of_the_curve &= target.dtype == target.cache_dtype == "float32"
     if curve_path is None and is_of_the_curve and _BATCH.value == 1 and _BUDGET.value is None:
         curve_path = demo.CPU_COST_CURVE
@@ -164,10 +168,25 @@ def _run():
     _check_prompts(prompts, target)
 
     device = jax.devices()[0].device_kind
+    if mesh is not None:
+        device = f"{mesh.size} x {device}"
     decode = _compare if _COMPARE.value else _stream
     report = decode(target, drafter, tokenizer, config, prompts, texts, device, dtype)
     if json_file is not None:
         _write(json_file, json.dumps(report, indent=1) + "\n")
+
+
+def _mesh(jax, devices):
+    """The mesh of so many of this host's devices, or None for one."""
+    seen = jax.local_devices()
+    if not 1 <= devices <= len(seen):
+        raise ValueError(
+            f"--mesh must lie in 1 .. {len(seen)}, the devices there are, not {devices}"
+        )
+    if devices == 1:
+        return None
+    kinds = (jax.sharding.AxisType.Auto,)
+    return jax.make_mesh((devices,), ("model",), axis_types=kinds, devices=seen[:devices])
 
 
 def _budget(curve, on_cpu):

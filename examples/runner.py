@@ -124,11 +124,15 @@ class Runner:
             start = time.perf_counter()
             tokens = jax.ShapeDtypeStruct((batch, width), jnp.int32)
             lengths = jax.ShapeDtypeStruct((batch,), jnp.int32)
+            # On a mesh every result is whole on each device, so that what one program returns fits the next.
+            placement = getattr(self._target, "placement", None)
+            placed = {} if placement is None else {"out_shardings": placement.whole}
             decode = jax.jit(
                 ddtree_jax.ddtree_decode,
                 static_argnames="config",
                 donate_argnames="state",
                 compiler_options=compile_options(),
+                **placed,
             )
             models = (self._target, self._drafter)
             first = dataclasses.replace(self._config, max_rounds=0)

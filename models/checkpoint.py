@@ -21,6 +21,7 @@ from .config import DFlashConfig, KimiK26Config
 from .dflash import DFlashDrafter
 from .kimi_k26 import KimiK26
 from .layout import Path, Rule, Source, drafter_rules, target_rules
+from .placement import Placement
 from .sharding import ShardingRules
 from .tensors import Tensors
 
@@ -58,9 +59,8 @@ def load_target(
     Args:
       path: the folder.
       mesh: a `jax.sharding.Mesh` of `Auto` axes; each parameter goes to its sharding at once, and a
-        process reads what its own devices hold. None is one device. `target(tokens, positions)` runs
-        so, but no kernel is split over a mesh yet: XLA gathers a layer's packed experts on every
-        device where they are called, and decoding over a mesh is not offered.
+        process reads what its own devices hold. The target keeps it in `placement`: each device runs
+        the kernels on its own experts and heads, and every device holds the caches. None is one device.
       dtype: "float32" or "bfloat16" for all other parameters; the checkpoint's own by default.
       rules: which axes of the parameters lie on which axis of the mesh.
       cache_dtype: of the latent cache, "float8_e4m3fn" for half of bfloat16's bytes; `dtype` by default.
@@ -90,9 +90,10 @@ def load_target(
     if config.tie_word_embeddings and "lm_head.weight" in tensors.names:
         _check_tied(tensors, config)
     dtype = wanted or _stored_dtype(tensors, "model.embed_tokens.weight")
+    placement = None if mesh is None else Placement(mesh, rules or ShardingRules())
     cache = {"cache_dtype": cache_dtype, "cache_scale": cache_scale}
-    target = nnx.eval_shape(lambda: KimiK26(config, dtype=dtype, **cache))
-    shardings = {} if mesh is None else (rules or ShardingRules()).shardings(target, mesh)
+    target = nnx.eval_shape(lambda: KimiK26(config, dtype=dtype, placement=placement, **cache))
+    shardings = {} if placement is None else placement.rules.shardings(target, mesh)
     _fill(target, target_rules(target, tensors.names), tensors, shardings)
     return target
 
@@ -103,7 +104,7 @@ def load_drafter(path: str | os.PathLike, target: KimiK26, *, dtype=None) -> DFl
     Args:
       path: the folder.
       target: the loaded target; width, vocabulary and depth must be those that the drafter was made
-        for.
+        for. Each device of its mesh gets the whole drafter.
       dtype: "float32" or "bfloat16"; the checkpoint's own by default.
 
     Raises:
@@ -116,7 +117,12 @@ def load_drafter(path: str | os.PathLike, target: KimiK26, *, dtype=None) -> DFl
     tensors = Tensors(path, lambda name: name.removeprefix("model."))
     dtype = wanted or _stored_dtype(tensors, "fc.weight")
     drafter = nnx.eval_shape(lambda: DFlashDrafter(config, dtype=dtype))
-    _fill(drafter, drafter_rules(drafter), tensors, {})
+    shardings = {}
+    placement = getattr(target, "placement", None)  # What is asked of a target are its sizes.
+    if placement is not None:
+        paths = (path for path, _ in nnx.to_flat_state(nnx.state(drafter)))
+        shardings = dict.fromkeys(paths, placement.whole)
+    _fill(drafter, drafter_rules(drafter), tensors, shardings)
     return drafter
 
 

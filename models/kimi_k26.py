@@ -20,6 +20,7 @@ from . import rope
 from .config import LATENT_DIM, ROPE_DIM, KimiK26Config
 from .layers import MLP, Linear, RMSNorm, normal
 from .moe import MoE
+from .placement import Placement
 
 
 class LatentUp(nnx.Module):
@@ -133,11 +134,16 @@ class DecoderLayer(nnx.Module):
                 std=config.initializer_range,
             )
 
-    def feed_forward(self, x: jax.Array, valid: jax.Array | None = None) -> jax.Array:
+    def feed_forward(
+        self,
+        x: jax.Array,
+        valid: jax.Array | None = None,
+        placement: Placement | None = None,
+    ) -> jax.Array:
         """Adds the second half of the layer to the residual stream [B, T, D]."""
         normed = self.post_attention_layernorm(x)
         with jax.named_scope("moe" if self.is_moe else "mlp"):
-            return x + (self.mlp(normed, valid) if self.is_moe else self.mlp(normed))
+            return x + (self.mlp(normed, valid, placement) if self.is_moe else self.mlp(normed))
 
 
 def latent_cache_dtype(cache_dtype, dtype):
@@ -172,6 +178,8 @@ class KimiK26(nnx.Module):
         default. A latent is RMS-normalised, so that no number of it exceeds sqrt(512) = 22.6 times the
         norm's weight, far within e4m3's 448, and most of them lie where e4m3 keeps its full three bits.
         The 64 rotary numbers are not normalised: a layer where they pass 448 wants a scale.
+      placement: the mesh that the parameters lie on, and how; `load_target(mesh=...)` puts them there. One
+        device by default.
     """
 
     def __init__(
@@ -183,6 +191,7 @@ class KimiK26(nnx.Module):
         experts: str | None = None,
         cache_dtype=None,
         cache_scale: tuple[float, ...] | None = None,
+        placement: Placement | None = None,
     ):
         experts = config.experts if experts is None else experts
         if experts not in ("float", "fp8", "int4"):
@@ -217,6 +226,7 @@ class KimiK26(nnx.Module):
             if not all(0 < scale < math.inf for scale in cache_scale):
                 raise ValueError(f"cache_scale must be finite and above 0, not {cache_scale}")
         self.cache_scale = cache_scale
+        self.placement = placement
 
     @property
     def vocab_size(self) -> int:
@@ -280,14 +290,17 @@ class KimiK26(nnx.Module):
         for layer in self.layers:
             with jax.named_scope("attention"):
                 x = x + layer.self_attn.causal(layer.input_layernorm(x), cos, sin)
-            x = layer.feed_forward(x)
+            x = layer.feed_forward(x, placement=self.placement)
             outputs.append(x)
         return self.norm(x), _tapped(outputs, taps)
 
     def init_cache(self, batch: int, rows: int) -> jax.Array:
         """An empty latent cache [layers, batch, rows, 576] of `cache_dtype`."""
         shape = (self.num_layers, batch, rows, LATENT_DIM + ROPE_DIM)
-        return jnp.zeros(shape, self.cache_dtype)
+        cache = jnp.zeros(shape, self.cache_dtype)
+        if self.placement is None:
+            return cache
+        return jax.lax.with_sharding_constraint(cache, self.placement.whole)
 
     def verify(
         self, tree, cache: jax.Array, lengths: jax.Array, *, taps: tuple[int, ...] = ()
@@ -308,6 +321,8 @@ class KimiK26(nnx.Module):
         # Imported here: training needs no native extension.
         from ddtree_jax import append_latents, verify_attn
 
+        if self.placement is not None:
+            verify_attn = self.placement.verify_attn
         x = self.embed(tree.tokens)
         positions = lengths[:, None] + tree.depths
         valid = jnp.arange(tree.tokens.shape[1]) < tree.num_nodes[:, None]
@@ -325,7 +340,7 @@ class KimiK26(nnx.Module):
                 query = layer.self_attn.absorbed_queries(normed, cos, sin)
                 mixed = verify_attn(query, cache, lengths, tree, scale=scale, layer=index, **scaled)
                 x = x + layer.self_attn.project(mixed)
-            x = layer.feed_forward(x, valid)
+            x = layer.feed_forward(x, valid, self.placement)
             outputs.append(x)
         return self.norm(x), _tapped(outputs, taps), cache
 

@@ -34,7 +34,7 @@ class RMSNorm(nnx.Module):
 
 
 class MLP(nnx.Module):
-    """down(silu(gate(x)) * up(x))."""
+    """`gated_mlp` with kernels of its own."""
 
     def __init__(self, size: int, inner: int, *, dtype, rngs: nnx.Rngs | None, std: float = 0.02):
         self.gate_proj = Linear(size, inner, dtype=dtype, rngs=rngs, std=std)
@@ -42,7 +42,13 @@ class MLP(nnx.Module):
         self.down_proj = Linear(inner, size, dtype=dtype, rngs=rngs, std=std)
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        return self.down_proj(jax.nn.silu(self.gate_proj(x)) * self.up_proj(x))
+        kernels = (layer.kernel[...] for layer in (self.gate_proj, self.up_proj, self.down_proj))
+        return gated_mlp(x, *kernels)
+
+
+def gated_mlp(x: jax.Array, gate: jax.Array, up: jax.Array, down: jax.Array) -> jax.Array:
+    """down(silu(gate(x)) * up(x)) of [..., D], with kernels [D, I], [D, I] and [I, D]."""
+    return (jax.nn.silu(x @ gate) * (x @ up)) @ down
 
 
 def normal(shape: tuple[int, ...], dtype, rngs: nnx.Rngs | None, std: float) -> jax.Array:

@@ -5,13 +5,15 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.sharding import PartitionSpec
 
 from ddtree_jax.experts import expert_mlp as packed_expert_mlp
 from ddtree_jax.experts import sum_of_chosen
 
 from . import fp8, quantization
 from .config import KimiK26Config
-from .layers import MLP, normal
+from .layers import MLP, gated_mlp, normal
+from .placement import Placement
 
 
 class Router(nnx.Module):
@@ -71,7 +73,6 @@ class Experts(nnx.Module):
         std = config.initializer_range
         gate_up = normal((count, 2 * inner, size), dtype, rngs, std)
         down = normal((count, size, inner), dtype, rngs, std)
-        self.count = count
         self.kind = experts
         if experts == "float":
             self.gate_up = nnx.Param(gate_up)
@@ -91,6 +92,12 @@ class Experts(nnx.Module):
         self.gate_up_scale = PackedParam(gate_up_scale)
         self.down_packed = PackedParam(quantization.pack(down))
         self.down_scale = PackedParam(down_scale)
+
+    @property
+    def count(self) -> int:
+        """How many there are; under `shard_map`, on one device."""
+        held = {"float": "down", "fp8": "down_fp8", "int4": "down_packed"}
+        return getattr(self, held[self.kind]).shape[0]
 
     def weights(self, expert: jax.Array, dtype) -> tuple[jax.Array, jax.Array]:
         """`gate_up [2I, D]` and `down [D, I]` of one expert, dequantized to `dtype`."""
@@ -145,6 +152,47 @@ def expert_mlp(x: jax.Array, ids: jax.Array, weights: jax.Array, experts: Expert
     )
 
 
+def split_expert_mlp(
+    x: jax.Array,
+    ids: jax.Array,
+    weights: jax.Array,
+    experts: Experts,
+    shared: MLP | None,
+    placement: Placement,
+) -> jax.Array:
+    """`expert_mlp` plus a shared MLP, each device with the experts and the inner units that it holds.
+
+    Args:
+      x, ids, weights, experts: as `expert_mlp`; all but the experts whole on every device.
+      shared: an MLP that is split over the experts' mesh axis, or None.
+      placement: the mesh and its rules.
+
+    Returns:
+      [T, D] in x's dtype, whole on every device. Each device's part of the routed sum and of the shared MLP
+      is rounded to x's dtype once; they are added, and summed over the devices, in float32.
+    """
+    axis = placement.rules.experts
+
+    def own(x, ids, weights, experts, kernels):
+        if axis is not None:
+            # Ids of the other devices' experts fall outside 0 .. count - 1, where they contribute nothing.
+            ids = ids - jax.lax.axis_index(axis) * experts.count
+            # Said of the input, so that a loop's first sum is of the type of its last: one for each device.
+            x = jax.lax.pcast(x, axis, to="varying")
+        out = expert_mlp(x, ids, weights, experts).astype(jnp.float32)
+        if kernels:
+            out = out + gated_mlp(x, *kernels).astype(jnp.float32)
+        return (out if axis is None else jax.lax.psum(out, axis)).astype(x.dtype)
+
+    kernels, specs, whole = (), (), PartitionSpec()
+    if shared is not None:
+        layers = (shared.gate_proj, shared.up_proj, shared.down_proj)
+        kernels = tuple(layer.kernel[...] for layer in layers)
+        specs = (PartitionSpec(None, axis), PartitionSpec(None, axis), PartitionSpec(axis))
+    run = placement.on_each(own, (whole, whole, whole, PartitionSpec(axis), specs), whole)
+    return run(x, ids, weights, experts, kernels)
+
+
 def dense_expert_mlp(
     x: jax.Array, ids: jax.Array, weights: jax.Array, experts: Experts
 ) -> jax.Array:
@@ -176,8 +224,14 @@ class MoE(nnx.Module):
                 config.hidden_size, inner, dtype=dtype, rngs=rngs, std=config.initializer_range
             )
 
-    def __call__(self, x: jax.Array, valid: jax.Array | None = None) -> jax.Array:
+    def __call__(
+        self,
+        x: jax.Array,
+        valid: jax.Array | None = None,
+        placement: Placement | None = None,
+    ) -> jax.Array:
         """x [..., D]; `valid` bool[...] bars pad tokens from experts; None is differentiable."""
+        shared = self.shared_experts if self.has_shared else None
         flat = x.reshape(-1, x.shape[-1])
         with jax.named_scope("router"):
             ids, weights = self.gate(flat)
@@ -186,9 +240,14 @@ class MoE(nnx.Module):
                 ids = jnp.where(valid.reshape(-1, 1), ids, -1)
             if valid is None and self.experts.kind == "float":
                 out = dense_expert_mlp(flat, ids, weights, self.experts)
-            else:
+            elif placement is None:
                 out = expert_mlp(flat, ids, weights, self.experts)
-        if self.has_shared:
+            else:
+                # Split alike, routed and shared experts end in one sum over devices.
+                alike = placement.rules.inner == placement.rules.experts
+                joined, shared = (shared, None) if alike else (None, shared)
+                out = split_expert_mlp(flat, ids, weights, self.experts, joined, placement)
+        if shared is not None:
             with jax.named_scope("shared_experts"):
-                out = out + self.shared_experts(flat)
+                out = out + shared(flat)
         return out.reshape(x.shape)

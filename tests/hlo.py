@@ -1,4 +1,4 @@
-"""What a compiled program does to its caches."""
+"""What a compiled program does to its caches, and what it moves between devices."""
 
 from __future__ import annotations
 
@@ -28,3 +28,21 @@ def cache_copies(text: str, *caches, also: tuple[str, ...] = ()) -> list[str]:
         if result and any(f"[{shape}]" in result[1] for shape in shapes):
             found.append(line)
     return found
+
+
+def collectives(text: str) -> list[tuple[str, str]]:
+    """Operations of compiled HLO that move data between devices, in the order of its lines.
+
+    Args:
+      text: `compiled.as_text()`.
+
+    Returns:
+      Each operation's name and its result's type without layouts, "f32[2,3]" for instance.
+    """
+    names = (
+        "all-reduce|all-gather|all-to-all|reduce-scatter|collective-permute|collective-broadcast"
+    )
+    # What runs in the background is counted where it starts.
+    found = re.compile(rf"^\s*(?:ROOT )?\S+ = (.*?) ({names})(?:-start)?\(")
+    matches = filter(None, map(found.match, text.splitlines()))
+    return [(match[2], re.sub(r"\{[^}]*\}", "", match[1])) for match in matches]

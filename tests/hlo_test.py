@@ -1,9 +1,9 @@
-"""The search for copies finds them."""
+"""The searches for copies and for collectives find them."""
 
 import jax
 import jax.numpy as jnp
 import pytest
-from hlo import cache_copies
+from hlo import cache_copies, collectives
 
 _CACHE = jax.ShapeDtypeStruct((2, 3, 576), jnp.float32)
 
@@ -34,3 +34,16 @@ def test_a_cache_that_is_kept_is_copied_and_one_that_is_given_away_is_not():
     for donated, copies in (((), 1), ((0,), 0)):
         step = jax.jit(lambda x: x.at[0, 1].set(1.0), donate_argnums=donated)
         assert len(cache_copies(step.lower(cache).compile().as_text(), cache)) == copies
+
+
+def test_collectives_are_named_with_the_type_of_their_result():
+    text = """
+      %all-reduce.1 = f32[2,9,64]{2,1,0} all-reduce(%x), channel_id=3, to_apply=%add
+      ROOT %g = (f32[8,48]{0,1:T(8,128)}, s32[]) all-gather-start(%x), dimensions={1}
+      %h = f32[8,48]{0,1} all-gather-done(%g)
+      %add.3 = f32[9] add(f32[9] %all-reduce(x), %p)
+    """
+    assert collectives(text) == [
+        ("all-reduce", "f32[2,9,64]"),
+        ("all-gather", "(f32[8,48], s32[])"),
+    ]

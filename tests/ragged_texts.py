@@ -17,6 +17,7 @@ def random_prompts(rng, batch, width, vocab):
 
 
 def continuations(result, lengths):
+    """Token ids that follow each prompt of `lengths` i32[B] in a `DecodeResult`."""
     # Of a JAX array every slice of another length would be compiled.
     tokens, ends = np.asarray(result.tokens), np.asarray(result.lengths)
     return [tokens[b, n : ends[b]].tolist() for b, n in enumerate(lengths)]

@@ -34,9 +34,9 @@ def _run(*arguments, cache="", xla_flags=quick_compile.XLA_FLAGS):
     return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
 
 
-def _refused(*arguments):
+def _refused(*arguments, **options):
     """The one line of an invocation that must fail."""
-    done = _run(*arguments)
+    done = _run(*arguments, **options)
     assert done.returncode != 0
     lines = [line for line in done.stderr.splitlines() if line.strip()]
     assert len(lines) == 1 and lines[0].startswith("error: "), done.stderr
@@ -118,6 +118,33 @@ def test_compare_prints_the_three_modes(tmp_path, cache):
     assert rows[0]["mean_accepted"] == 1.0
 
 
+def test_a_mesh_gives_the_same_text(tmp_path):
+    """The prompts in two modes on one device and on four."""
+    on_four = f"{quick_compile.XLA_FLAGS} --xla_force_host_platform_device_count=4"
+    reports = []
+    for flags in (["--mode=ar"], ["--mesh=4", "--budget=8"]):
+        out = tmp_path / "out.json"
+        done = _run(
+            "--prompt=import os\n\ndef read(path):\n",
+            "--prompt=x = [",
+            "--max_new_tokens=16",
+            f"--json={out}",
+            *flags,
+            xla_flags=on_four,
+        )
+        assert done.returncode == 0, done.stderr
+        reports.append(json.loads(out.read_text()))
+    one, four = reports
+    assert [c["tokens"] for c in four["completions"]] == [c["tokens"] for c in one["completions"]]
+    assert one["device"] == "cpu" and four["device"] == "4 x cpu"
+
+
+def test_a_mesh_that_does_not_divide_the_target_is_refused():
+    on_three = "--xla_force_host_platform_device_count=3"
+    line = _refused("--mesh=3", xla_flags=on_three)
+    assert "embed_tokens (4096, 256) does not split" in line and "mesh" in line
+
+
 def test_the_demo_on_a_cpu_verifies_what_pays(tmp_path, cache):
     """Its cost curve holds by default and gives way to a budget; the text is the same."""
     texts, rounds = [], []
@@ -157,7 +184,8 @@ def test_chat_prompts_end_where_the_assistant_begins(cache, tmp_path):
         (["--budget=257"], ["budget", "256"]),
         (["--temperature=-1"], ["temperature"]),
         (["--top_p=0"], ["top_p"]),
-        (["--mesh=2"], ["--mesh"]),
+        (["--mesh=2"], ["--mesh", "1 .. 1", "2"]),
+        (["--mesh=0"], ["--mesh", "0"]),
         (["--json=/"], ["--json", "folder"]),
         (["--json=/no/such/folder/x.json"], ["/no/such/folder"]),
         (["--batch_size=0"], ["batch_size"]),
@@ -223,7 +251,7 @@ def test_dry_run_loads_nothing(tmp_path):
     assert done.returncode == 0, done.stderr
     # Half of 33.8 MB each. Of the 183 MB left 64 requests' logits of 17 nodes take 17.8 MB; the rest is
     # 162 rows of 15,872 bytes each, 16 of them for the nodes.
-    for words in ("33.8 MB", "2 x 4.2 GB: 16.9 MB", "batch 1 4,096", "batch 64 146", "one so far"):
+    for words in ("33.8 MB", "2 x 4.2 GB: 16.9 MB", "batch 1 4,096", "batch 64 146", "--mesh"):
         assert words in done.stdout
     # 6 layers of 576 numbers take a byte each and not four; the drafter's 2,048 bytes stay.
     small = _run("--dry_run", *folders, "--cache_dtype=float8_e4m3fn").stdout

@@ -1,15 +1,18 @@
 """Footprints against loaded models, hand-made sums and the table in docs/hardware.md."""
 
 import json
+import math
 import pathlib
 
 import jax
 import pytest
 from flax import nnx
+from jax.sharding import AbstractMesh, AxisType
 from published_configs import DRAFTER, FOLDERS, TEXT
 
-from ddtree_jax.models import demo, load_drafter, load_target
+from ddtree_jax.models import KimiK26, KimiK26Config, demo, load_drafter, load_target
 from ddtree_jax.models.footprint import RESERVE, Footprint, footprint
+from ddtree_jax.models.sharding import ShardingRules
 
 _HARDWARE = pathlib.Path(__file__).parents[2] / "docs" / "hardware.md"
 
@@ -106,3 +109,33 @@ def test_table_in_the_docs(published, cache_dtype):
         assert share == f"{size.per_device(devices) / 1e9:.1f}"
         for batch, cell in zip((1, 4, 16, 64), contexts, strict=True):
             assert cell == f"{size.context(devices, each * 10**9, batch=batch):,}"
+
+
+def test_what_a_mesh_keeps_whole_is_in_the_docs(published):
+    target = nnx.eval_shape(lambda: KimiK26(KimiK26Config.from_json(published[0])))
+    drafter = footprint(*published).drafter
+    held = {}
+    for devices in (1, 8, 16):
+        mesh = AbstractMesh((devices,), ("model",), axis_types=(AxisType.Auto,))
+        shardings = ShardingRules().shardings(target, mesh)
+        held[devices] = drafter + sum(
+            math.prod(shardings[path].shard_shape(tuple(parameter.shape)))
+            * parameter.dtype.itemsize
+            for path, parameter in nnx.to_flat_state(nnx.state(target))
+        )
+    assert held[1] == footprint(*published).weights
+    whole = (8 * held[8] - held[1]) / 7 - drafter
+    text = " ".join(_HARDWARE.read_text().split())
+    assert (
+        f"keeps {whole / 1e9:.1f} GB of the target and the drafter's {drafter / 1e9:.1f} GB whole"
+        in text
+    )
+    assert f"{held[8] / 1e9:.1f} GB on each of 8 and {held[16] / 1e9:.1f} GB on each of 16" in text
+    counts = []
+    for cache_dtype, batch in ((None, 1), ("float8_e4m3fn", 1), (None, 4)):
+        row = footprint(*published, cache_dtype=cache_dtype).row
+        left = 96 * 10**9 - RESERVE - held[8] - batch * 17 * 163840 * 4
+        counts.append(f"{left // (row * batch) - 16:,}")
+    one, one_e4m3, four = counts
+    assert f"one request then has {one} positions ({one_e4m3} with e4m3 latents)" in text
+    assert f"4 have {four} each" in text

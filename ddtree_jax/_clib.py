@@ -73,7 +73,7 @@ def path_number(path: str, e4m3: bool) -> int:
     Raises:
       ValueError: there is no such path, or it reads no e4m3 cache.
     """
-    if path not in PATHS:
+    if not isinstance(path, str) or path not in PATHS:
         raise ValueError(f"path must be one of {', '.join(PATHS)}, not {path!r}")
     if path == "hopper" and e4m3:
         raise ValueError('path "hopper" reads no float8_e4m3fn cache: take "auto" or "portable"')

@@ -74,6 +74,20 @@ def between(name: str, value, low: int, high: int) -> int:
     return value
 
 
+def number(name: str, value) -> float:
+    """`value` as a Python float.
+
+    Raises:
+      ValueError: no real number.
+    """
+    try:
+        if isinstance(value, bool | str | bytes):
+            raise TypeError
+        return float(value)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise ValueError(f"{name} must be a number, not {value!r}") from error
+
+
 def rows(name: str, value, default: int, like: torch.Tensor) -> torch.Tensor:
     """i32[B] of one number a request; None means `default` for each."""
     if value is None:

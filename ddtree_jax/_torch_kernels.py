@@ -8,7 +8,7 @@ import dataclasses
 import torch
 
 from ddtree_jax import _clib
-from ddtree_jax._torch_checks import INT32_MAX, aligned, between, layer_index, rows, tensor
+from ddtree_jax._torch_checks import INT32_MAX, aligned, between, layer_index, number, rows, tensor
 
 MAX_BUDGET = 256  # draft nodes a tree, root excluded
 MAX_CANDIDATES = 256  # candidates a position
@@ -222,7 +222,7 @@ def verify_attn(
         rows=length,
         nodes=nodes,
         heads=heads,
-        scale=float(scale),
+        scale=number("scale", scale),
         dtype=_TAGS[query.dtype],
         path=kernel,
         cache_dtype=_TAGS[cache.dtype],

@@ -20,6 +20,7 @@ import jax.numpy as jnp
 from ddtree_jax import _checks
 from ddtree_jax.tree import MAX_BUDGET, DraftTree
 
+_WIDEST = 1e30  # between two times of a curve: float32 holds their ratios and sums
 _LONGEST_PAUSE = 16  # rounds: a draft now and then sees that the text has become easier
 
 
@@ -39,7 +40,7 @@ class CostCurve:
 
     Raises:
       ValueError: lengths that differ, sizes that do not ascend from 1, a time that is not finite and above 0
-        (`draft` may be 0), `idle` that falls or lies above `verify`.
+        (`draft` may be 0) or more than 1e30 times another, `idle` that falls or lies above `verify`.
     """
 
     nodes: tuple[int, ...]
@@ -48,10 +49,12 @@ class CostCurve:
     draft: float = 0.0
 
     def __post_init__(self):
-        nodes = tuple(_checks.between("each of nodes", n, 1, MAX_BUDGET + 1) for n in self.nodes)
-        verify = tuple(_checks.number("each of verify", t) for t in self.verify)
-        given = verify if self.idle is None else self.idle
-        idle = tuple(_checks.number("each of idle", t) for t in given)
+        sizes = _listed("nodes", self.nodes)
+        nodes = tuple(_checks.between("each of nodes", n, 1, MAX_BUDGET + 1) for n in sizes)
+        times = _listed("verify", self.verify)
+        verify = tuple(_checks.number("each of verify", t) for t in times)
+        times = verify if self.idle is None else _listed("idle", self.idle)
+        idle = tuple(_checks.number("each of idle", t) for t in times)
         draft = _checks.number("draft", self.draft)
         if not nodes or nodes[0] != 1 or list(nodes) != sorted(set(nodes)):
             raise ValueError(f"nodes must ascend from 1, not {list(nodes)}")
@@ -63,6 +66,11 @@ class CostCurve:
             raise ValueError("each of verify and idle must be finite and above 0")
         if not (math.isfinite(draft) and draft >= 0):
             raise ValueError(f"draft must be finite and at least 0, not {draft}")
+        if max(*verify, draft) / min(idle) > _WIDEST:
+            raise ValueError(
+                f"no time may be more than {_WIDEST:.0e} times another, and draft, verify and idle go from "
+                f"{min(idle)} to {max(*verify, draft)}: leave out what is no measurement"
+            )
         if any(some > full for some, full in zip(idle, verify, strict=True)):
             raise ValueError("no pass may take longer idle than full")
         if list(idle) != sorted(idle):
@@ -76,10 +84,15 @@ class CostCurve:
 
         Raises:
           OSError: the file cannot be read.
-          ValueError: it holds no curve, or one that is no curve.
+          ValueError: it is no JSON, or holds no curve, or one that is no curve; the message names the file.
         """
-        with open(path) as file:
-            content = json.load(file)
+        with open(path, encoding="utf-8") as file:
+            try:
+                content = json.load(file)
+            except (ValueError, RecursionError) as error:
+                raise ValueError(
+                    f"{os.fspath(path)}: not valid JSON ({error}); benchmark.py --json writes a curve's file"
+                ) from error
         names = {field.name for field in dataclasses.fields(cls)}
         curve = content.get("cost_curve") if isinstance(content, dict) else None
         if not isinstance(curve, dict) or not {"nodes", "verify"} <= set(curve) <= names:
@@ -87,16 +100,28 @@ class CostCurve:
                 f"{os.fspath(path)} has no object cost_curve of {', '.join(sorted(names))}"
             )
         values = {name: tuple(x) if isinstance(x, list) else x for name, x in curve.items()}
-        for name in ("nodes", "verify"):
-            if not isinstance(values[name], tuple):
-                raise ValueError(f"{os.fspath(path)}: cost_curve.{name} is no list")
-        if not isinstance(values.get("idle"), tuple | None):
-            raise ValueError(f"{os.fspath(path)}: cost_curve.idle is no list")
-        return cls(**values)
+        try:
+            return cls(**values)
+        except ValueError as error:
+            raise ValueError(f"{os.fspath(path)}: cost_curve: {error}") from error
 
     def sizes(self, capacity: int) -> tuple[int, ...]:
         """The sizes that are no larger than `capacity` nodes."""
         return tuple(n for n in self.nodes if n <= capacity)
+
+
+def _listed(name: str, values) -> tuple:
+    """`values` as a tuple.
+
+    Raises:
+      ValueError: they are no sequence, or text.
+    """
+    try:
+        if isinstance(values, str | bytes):
+            raise TypeError
+        return tuple(values)
+    except TypeError as error:
+        raise ValueError(f"{name} must be a tuple of numbers, not {values!r}") from error
 
 
 def node_budgets(log_probs, num_nodes, curve: CostCurve) -> tuple[jax.Array, jax.Array]:
@@ -120,9 +145,14 @@ def node_budgets(log_probs, num_nodes, curve: CostCurve) -> tuple[jax.Array, jax
     """
     log_probs = _checks.array("log_probs", log_probs, ("B", "N"), jnp.float32)
     batch, capacity = log_probs.shape
+    _checks.between("log_probs' nodes N", capacity, 1, MAX_BUDGET + 1)
     num_nodes = _checks.array("num_nodes", num_nodes, (batch,), jnp.int32)
     sizes = jnp.asarray(curve.sizes(capacity), jnp.int32)
-    idle, verify = (jnp.asarray(times, jnp.float32) for times in (curve.idle, curve.verify))
+    # Whatever the curve's unit, float32 holds the times in that of a step of plain decoding.
+    idle, verify = (
+        jnp.asarray([time / curve.verify[0] for time in times], jnp.float32)
+        for times in (curve.idle, curve.verify)
+    )
 
     index = jnp.arange(1, capacity, dtype=jnp.int32)
     there = index < num_nodes[:, None]
@@ -141,7 +171,7 @@ def node_budgets(log_probs, num_nodes, curve: CostCurve) -> tuple[jax.Array, jax
     gain = jnp.cumsum(jnp.concatenate([nothing, jnp.where(fits, mass, 0.0)], axis=1), axis=1)
     tokens = jnp.sum(num_nodes > 0) + gain
     node_time = jnp.interp(1 + count / batch, jnp.asarray(curve.nodes, jnp.float32), verify - idle)
-    time = curve.draft + idle[: len(sizes), None] + node_time
+    time = curve.draft / curve.verify[0] + idle[: len(sizes), None] + node_time
     rate = tokens / time
     size, stop = jnp.divmod(jnp.argmax(rate), count.shape[1])
     taken = fits[size] & (jnp.arange(mass.size) < stop)

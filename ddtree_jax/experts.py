@@ -121,8 +121,10 @@ def sum_of_chosen(x, expert_ids, expert_weights, experts: int, matrices) -> jax.
             gate_up, down = matrices(expert)
             gate, up = jnp.split(x @ gate_up.T, 2, axis=-1)
             out = jnp.dot(jax.nn.silu(gate) * up, down.T, preferred_element_type=jnp.float32)
-            share = jnp.sum(jnp.where(expert_ids == expert, expert_weights, 0.0), axis=-1)
-            return total + share[:, None] * out
+            chosen = expert_ids == expert
+            share = jnp.sum(jnp.where(chosen, expert_weights, 0.0), axis=-1)[:, None]
+            # Not 0 * out: what overflows or is NaN must not reach a token that did not choose it.
+            return total + jnp.where(jnp.any(chosen, axis=-1, keepdims=True), share * out, 0.0)
 
         return jax.lax.cond(jnp.any(expert_ids == expert), apply, lambda total: total, total)
 

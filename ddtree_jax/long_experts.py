@@ -5,6 +5,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
+from ddtree_jax import _checks
 from ddtree_jax.experts import check_operands, unpack
 
 
@@ -33,14 +34,13 @@ def long_expert_mlp(
       [T, D] in x's dtype, summed in float32 in the order of each token's choices.
 
     Raises:
-      ValueError: as `expert_mlp`; `experts_at_once` below 1.
+      ValueError: as `expert_mlp`; `experts_at_once` no whole number from 1 on.
     """
     operands = check_operands(
         x, expert_ids, expert_weights, gate_up, gate_up_scale, down, down_scale
     )
     x, expert_ids, expert_weights, gate_up, gate_up_scale, down, down_scale = operands
-    if experts_at_once < 1:
-        raise ValueError(f"experts_at_once must be at least 1, not {experts_at_once}")
+    experts_at_once = _checks.between("experts_at_once", experts_at_once, 1, 2**31 - 1)
     experts, (tokens, top_k) = down.shape[0], expert_ids.shape
     pairs = tokens * top_k
     if pairs == 0 or experts == 0:

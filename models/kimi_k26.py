@@ -10,8 +10,6 @@ Names follow the checkpoint's; linear kernels are [inputs, outputs].
 
 from __future__ import annotations
 
-import math
-
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -217,14 +215,23 @@ class KimiK26(nnx.Module):
         if cache_scale is not None:
             if not self._rounds_cache:
                 raise ValueError("cache_scale is for cache_dtype float8_e4m3fn: leave it out")
-            cache_scale = tuple(float(scale) for scale in cache_scale)
+            try:
+                cache_scale = tuple(float(scale) for scale in cache_scale)
+            except (TypeError, ValueError, OverflowError) as error:
+                raise ValueError(
+                    f"cache_scale must be a tuple of numbers, not {cache_scale!r}"
+                ) from error
             if len(cache_scale) != config.num_hidden_layers:
                 raise ValueError(
                     f"cache_scale must have a number for each of {config.num_hidden_layers} layers, "
                     f"not {len(cache_scale)}"
                 )
-            if not all(0 < scale < math.inf for scale in cache_scale):
-                raise ValueError(f"cache_scale must be finite and above 0, not {cache_scale}")
+            # float32 holds them, and a subnormal one may count as zero there.
+            low, high = float(jnp.finfo(jnp.float32).tiny), float(jnp.finfo(jnp.float32).max)
+            if not all(low <= scale <= high for scale in cache_scale):
+                raise ValueError(
+                    f"cache_scale must be finite and above 0 in float32, {low:.2g} .. {high:.2g}, not {cache_scale}"
+                )
         self.cache_scale = cache_scale
         self.placement = placement
 

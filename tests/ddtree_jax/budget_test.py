@@ -165,6 +165,31 @@ def test_passes_of_several_sizes_copy_no_cache(rng):
     assert not cache_copies(text, *caches)
 
 
+@pytest.mark.parametrize("unit", [1e-300, 1e-38, 3e38, 1e300])
+def test_the_unit_of_a_curve_does_not_matter(unit):
+    curve = CostCurve((1, 2, 4), (unit, 1.1 * unit, 1.2 * unit), None, 0.1 * unit)
+    log_probs = np.float32([[0, -0.1, -0.5, -1]])
+    budgets, pays = node_budgets(log_probs, np.int32([4]), curve)
+    assert budgets.tolist() == [3] and pays
+
+
+@pytest.mark.parametrize(
+    ("text", "match"),
+    [
+        ("hello", "not valid JSON"),
+        ("[" * 100000, "not valid JSON"),
+        ("\xff", "not valid JSON"),
+        ('{"cost_curve": {"nodes": [1], "verify": [NaN]}}', "above 0"),
+        ('{"cost_curve": {"nodes": [1], "verify": 1}}', "verify must be a tuple of numbers"),
+    ],
+)
+def test_a_file_that_holds_no_curve_is_named(tmp_path, text, match):
+    path = tmp_path / "curve.json"
+    path.write_bytes(text.encode("latin-1"))
+    with pytest.raises(ValueError, match=f"curve.json: .*{match}"):
+        CostCurve.from_json(path)
+
+
 def test_curves_are_read_and_checked(tmp_path):
     path = tmp_path / "curve.json"
     path.write_text(
@@ -188,6 +213,10 @@ def test_curves_are_read_and_checked(tmp_path):
         (((1, 3), (1.0, 2.0), (1.0, 0.5)), "not fall"),
         (((1,), (1.0,), None, -1.0), "draft"),
         (((1, 258), (1.0, 2.0)), "lie in"),
+        ((4, (1.0,)), "nodes must be a tuple of numbers, not 4"),
+        (((1, 3), None), "verify must be a tuple of numbers, not None"),
+        (((1, 3), (1.0, 2.0), 1.0), "idle must be a tuple of numbers, not 1.0"),
+        (((1, 3), (1.0, 1e39)), "no time may be more than 1e[+]30 times another"),
     ]:
         with pytest.raises(ValueError, match=match):
             CostCurve(*wrong)

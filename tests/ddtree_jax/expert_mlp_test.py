@@ -116,3 +116,14 @@ def test_arguments_are_checked(rng):
         expert_mlp(x, ids, shares, *weights[:3], weights[3].astype(jnp.float32))
     with pytest.raises(ValueError, match="cuda_kernel"):
         expert_mlp(x, ids, shares, *weights, cuda_kernel=1)
+
+
+def test_plain_jax_keeps_an_expert_from_tokens_that_did_not_choose_it(rng):
+    gate_up, gate_up_scale, down, down_scale = random_weights(rng, 2, 32, 32)
+    down_scale = np.array(down_scale)
+    down_scale[0] = np.nan
+    x = np.ones((2, 32), np.float32)
+    ids, shares = np.int32([[0], [1]]), np.ones((2, 1), np.float32)
+    operands = map(jnp.asarray, (x, ids, shares, gate_up, gate_up_scale, down, down_scale))
+    (out,) = _scan_over_experts(*operands)
+    assert np.isnan(out[0]).all() and np.isfinite(out[1]).all()

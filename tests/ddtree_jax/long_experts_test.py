@@ -34,7 +34,8 @@ def test_nothing_to_do_and_wrong_arguments(rng):
     none = np.zeros((4, 0), np.int32), np.zeros((4, 0), np.float32)
     np.testing.assert_array_equal(long_expert_mlp(x, *none, *weights), np.zeros((4, 64)))
     some = np.zeros((4, 1), np.int32), np.zeros((4, 1), np.float32)
-    with pytest.raises(ValueError, match="experts_at_once"):
-        long_expert_mlp(x, *some, *weights, experts_at_once=0)
+    for wrong in (0, 2.5, None, "a"):
+        with pytest.raises(ValueError, match="experts_at_once"):
+            long_expert_mlp(x, *some, *weights, experts_at_once=wrong)
     with pytest.raises(ValueError, match="down_scale"):
         long_expert_mlp(x, *some, *weights[:3], weights[3].astype(jnp.float32))

@@ -182,6 +182,24 @@ _LENGTHS = torch.zeros(2, dtype=torch.int32)
         (
             lambda: bridge.verify_attn(
                 torch.zeros(2, 5, 1, 576),
+                _CACHE,
+                _LENGTHS,
+                _tree(),
+                layer=0,
+                scale=1,
+                path=["auto"],
+            ),
+            r"path must be one of auto, portable, hopper, not \['auto'\]",
+        ),
+        (
+            lambda: bridge.verify_attn(
+                torch.zeros(2, 5, 1, 576), _CACHE, _LENGTHS, _tree(), layer=0, scale=None
+            ),
+            "scale must be a number, not None",
+        ),
+        (
+            lambda: bridge.verify_attn(
+                torch.zeros(2, 5, 1, 576),
                 _CACHE.to(torch.float8_e4m3fn),
                 _LENGTHS,
                 _tree(),

@@ -217,7 +217,19 @@ def test_an_e4m3_cache_follows_the_models_own(rng, dtype):
         ),
         (
             {"cache_dtype": "float8_e4m3fn", "cache_scale": (1, 0, 1)},
-            r"cache_scale must be finite and above 0, not \(1.0, 0.0, 1.0\)",
+            r"cache_scale must be finite and above 0 in float32, .* not \(1.0, 0.0, 1.0\)",
+        ),
+        (
+            {"cache_dtype": "float8_e4m3fn", "cache_scale": (1, 1, 1e39)},
+            "cache_scale must be finite and above 0 in float32",
+        ),
+        (
+            {"cache_dtype": "float8_e4m3fn", "cache_scale": (1, 1, 1e-40)},
+            "cache_scale must be finite and above 0 in float32",
+        ),
+        (
+            {"cache_dtype": "float8_e4m3fn", "cache_scale": 0.5},
+            "cache_scale must be a tuple of numbers, not 0.5",
         ),
         (
             {"cache_dtype": "float8_e4m3fn", "cache_scale": (1, 1, float("nan"))},

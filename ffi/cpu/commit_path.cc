@@ -6,6 +6,7 @@
 
 int ddtree_commit_path_cpu(const ddtree_commit_path_args* a, int64_t task, int64_t tasks) {
   if (const int status = ddtree::Check(a, task, tasks); status != DDTREE_OK) return status;
+  if (a->rows == 0 || a->path == 0) return DDTREE_OK;
   const int64_t bytes = a->width * ddtree::RowElementBytes(a->dtype);
   for (int64_t item = task; item < a->layers * a->batch; item += tasks) {
     const int64_t b = item % a->batch;

@@ -171,7 +171,7 @@ def _run():
     if mesh is not None:
         device = f"{mesh.size} x {device}"
     decode = _compare if _COMPARE.value else _stream
-    report = decode(target, drafter, tokenizer, config, prompts, texts, device, dtype)
+    report = decode(target, drafter, tokenizer, config, prompts, texts, device)
     if json_file is not None:
         _write(json_file, json.dumps(report, indent=1) + "\n")
 
@@ -196,7 +196,7 @@ def _budget(curve, on_cpu):
     return 8 if on_cpu else 16
 
 
-def _stream(target, drafter, tokenizer, config, prompts, texts, device, dtype):
+def _stream(target, drafter, tokenizer, config, prompts, texts, device):
     """Prints each completion as its rounds finish, then one line of figures."""
     from runner import Runner
 
@@ -216,7 +216,7 @@ def _stream(target, drafter, tokenizer, config, prompts, texts, device, dtype):
     return _report(config.mode, device, totals, completions, tokenizer, texts)
 
 
-def _compare(target, drafter, tokenizer, config, prompts, texts, device, dtype):
+def _compare(target, drafter, tokenizer, config, prompts, texts, device):
     """Decodes every prompt in the three modes and prints the figures side by side."""
     import dataclasses
 
@@ -236,7 +236,7 @@ def _compare(target, drafter, tokenizer, config, prompts, texts, device, dtype):
     print("mode    tokens/s  speed-up  rounds  accepted a round  same text as ar")
     for mode, (totals, completions) in results.items():
         verdicts = [
-            judge(target, prompt, ar.tokens, one.tokens, dtype)
+            judge(target, prompt, ar.tokens, one.tokens, target.dtype)
             for prompt, ar, one in zip(prompts, baseline, completions, strict=True)
         ]
         row = {

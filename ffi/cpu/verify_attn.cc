@@ -10,7 +10,6 @@
 #include "ffi/arguments.h"
 #include "ffi/cpu/kernels.h"
 #include "ffi/ddtree.h"
-#include "ffi/e4m3.h"
 
 #ifdef __SSE__
 #include <xmmintrin.h>

@@ -190,7 +190,7 @@ __device__ __forceinline__ void widen_step(const uint8_t* landing, uint8_t* stag
 
 // What an e4m3 cache's numbers of this call's layer stand for, times themselves.
 __device__ __forceinline__ float layer_scale(const float* cache_scale, const int32_t* layer, int layers) {
-  return cache_scale == nullptr ? 1.0f : cache_scale[min(max(*layer, 0), layers - 1)];
+  return cache_scale == nullptr ? 1.0f : cache_scale[layer_of(layer, layers)];
 }
 
 
@@ -259,8 +259,7 @@ __device__ __forceinline__ void clear_not_finite(uint8_t* stage, uint32_t thread
 #pragma unroll 1
   for (uint32_t i = thread; i < kStep * DDTREE_LATENT_DIM / 8; i += kThreads) {
     uint4* chunk = reinterpret_cast<uint4*>(stage + i / 64 * kRowBytes + (i % 64 << 4));
-    const uint4 x = *chunk;
-    *chunk = make_uint4(finite(x.x), finite(x.y), finite(x.z), finite(x.w));
+    *chunk = finite(*chunk);
   }
 }
 
@@ -331,7 +330,7 @@ __device__ __forceinline__ void weigh_step(const Problem& p, uint8_t* shared, co
 template <typename Cache>
 __device__ void next_segment_and_rows(const Problem& p, Run* run, SegmentAndRows* s) {
   next_segment(p, run, s);
-  const int layer = min(max(*p.layer, 0), p.layers - 1);
+  const int layer = layer_of(p.layer, p.layers);
   s->cache = static_cast<const Cache*>(p.cache) +
              (static_cast<int64_t>(layer) * p.batch + s->request) * p.rows * DDTREE_ROW_DIM;
 }
@@ -562,7 +561,7 @@ __global__ void __launch_bounds__(kThreads) merge(const Problem p) {
     if (row >= request_rows) return;
     __nv_bfloat16* out = p.out + (static_cast<int64_t>(b) * request_rows + row) * DDTREE_LATENT_DIM + column;
     if (row >= real_rows) {
-      const int layer = min(max(*p.layer, 0), p.layers - 1);
+      const int layer = layer_of(p.layer, p.layers);
       const Cache* latent =
           static_cast<const Cache*>(p.cache) +
           ((static_cast<int64_t>(layer) * p.batch + b) * p.rows + r.length + row / p.heads) * DDTREE_ROW_DIM + column;
@@ -665,7 +664,7 @@ __global__ void __launch_bounds__(kThreads) attend_f32(const float* query, const
   const int64_t index = blockIdx.x;
   const int node = static_cast<int>(index / heads % nodes), b = static_cast<int>(index / heads / nodes);
   const int length = min(max(lengths[b], 0), rows - nodes), real = min(max(num_nodes[b], 0), nodes);
-  const int layer = min(max(*all_layer, 0), layers - 1);
+  const int layer = layer_of(all_layer, layers);
   float value_scale = 1.0f;
   if constexpr (sizeof(Cache) == 1) {
     value_scale = layer_scale(cache_scale, all_layer, layers);

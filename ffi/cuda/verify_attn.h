@@ -30,6 +30,9 @@ struct Problem {
   const float* cache_scale;  // of each layer's e4m3 numbers; null for 1
 };
 
+// The call's layer, brought among those that there are.
+__device__ __forceinline__ int layer_of(const int32_t* layer, int layers) { return min(max(*layer, 0), layers - 1); }
+
 // 2^x: 0 for -inf, NaN for NaN.
 __device__ __forceinline__ float power_of_two(float x) {
   float y;
@@ -47,6 +50,10 @@ __device__ __forceinline__ uint32_t finite(uint32_t pair) {
   if ((pair & 0x7f80u) == 0x7f80u) pair &= 0xffff0000u;
   if ((pair & 0x7f800000u) == 0x7f800000u) pair &= 0x0000ffffu;
   return pair;
+}
+
+__device__ __forceinline__ uint4 finite(uint4 x) {
+  return make_uint4(finite(x.x), finite(x.y), finite(x.z), finite(x.w));
 }
 
 // Which of the 32 cache rows from tree row `first` on a node sees; `first` is negative for rows of the prefix.

@@ -70,7 +70,7 @@ __host__ __device__ constexpr int end_box(int half) { return half == 0 ? kHalfBo
 
 // What the loading warp does, by one thread.
 __device__ void load_tiles(const Problem& p, Shared& s, const CUtensorMap* query_map, const CUtensorMap* cache_map) {
-  const int layer = min(max(*p.layer, 0), p.layers - 1);
+  const int layer = layer_of(p.layer, p.layers);
   uint32_t tile = 0;  // of the block's run
   for (uint32_t number = 0;; ++number) {
     if (number >= 2) sm90::wait(&s.planned[number % 2], number / 2 % 2 ^ 1);
@@ -113,8 +113,7 @@ __device__ __forceinline__ void clear_not_finite(uint8_t* keys, int thread) {
   uint4* chunks = reinterpret_cast<uint4*>(keys);
 #pragma unroll 1
   for (int i = thread; i < 2 * kHalfBoxes * static_cast<int>(sm90::kBoxBytes) / 16; i += kGroupThreads) {
-    const uint4 x = chunks[i];
-    chunks[i] = make_uint4(finite(x.x), finite(x.y), finite(x.z), finite(x.w));
+    chunks[i] = finite(chunks[i]);
   }
 }
 

@@ -101,6 +101,14 @@ _CACHE = torch.zeros(1, 2, 9, 576)
 _LENGTHS = torch.zeros(2, dtype=torch.int32)
 
 
+def _attend(cache=_CACHE, **options):
+    """A call of verify_attn that is sound but for these."""
+    query = torch.zeros(2, 5, 1, 576)
+    return bridge.verify_attn(
+        query, cache, _LENGTHS, _tree(), **{"scale": 1, "layer": 0, **options}
+    )
+
+
 @pytest.mark.parametrize(
     "call, message",
     [
@@ -146,67 +154,27 @@ _LENGTHS = torch.zeros(2, dtype=torch.int32)
             "a stop token must lie in",
         ),
         (
-            lambda: bridge.verify_attn(
-                torch.zeros(2, 5, 1, 576),
-                _CACHE.to(torch.bfloat16),
-                _LENGTHS,
-                _tree(),
-                scale=1.0,
-                layer=0,
-            ),
+            lambda: _attend(_CACHE.to(torch.bfloat16)),
             "cache must be torch.float32 or torch.float8_e4m3fn, not torch.bfloat16",
         ),
         (
-            lambda: bridge.verify_attn(
-                torch.zeros(2, 5, 1, 576),
-                _CACHE[:, :, :4].contiguous(),
-                _LENGTHS,
-                _tree(),
-                scale=1,
-                layer=0,
-            ),
+            lambda: _attend(_CACHE[:, :, :4].contiguous()),
             "cache holds 4 rows, fewer than the tree's 5 nodes",
         ),
         (
-            lambda: bridge.verify_attn(
-                torch.zeros(2, 5, 1, 576),
-                _CACHE,
-                _LENGTHS,
-                _tree(),
-                scale=1,
-                layer=0,
-                path="fastest",
-            ),
+            lambda: _attend(path="fastest"),
             "path must be one of auto, portable, hopper, not 'fastest'",
         ),
         (
-            lambda: bridge.verify_attn(
-                torch.zeros(2, 5, 1, 576),
-                _CACHE,
-                _LENGTHS,
-                _tree(),
-                layer=0,
-                scale=1,
-                path=["auto"],
-            ),
+            lambda: _attend(path=["auto"]),
             r"path must be one of auto, portable, hopper, not \['auto'\]",
         ),
         (
-            lambda: bridge.verify_attn(
-                torch.zeros(2, 5, 1, 576), _CACHE, _LENGTHS, _tree(), layer=0, scale=None
-            ),
+            lambda: _attend(scale=None),
             "scale must be a number, not None",
         ),
         (
-            lambda: bridge.verify_attn(
-                torch.zeros(2, 5, 1, 576),
-                _CACHE.to(torch.float8_e4m3fn),
-                _LENGTHS,
-                _tree(),
-                scale=1.0,
-                layer=0,
-                path="hopper",
-            ),
+            lambda: _attend(_CACHE.to(torch.float8_e4m3fn), path="hopper"),
             'path "hopper" reads no float8_e4m3fn cache',
         ),
         (

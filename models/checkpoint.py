@@ -163,16 +163,17 @@ def _fill(model: nnx.Module, rules: list[Rule], tensors: Tensors, shardings: dic
         scales = [s.block_scales for s in rule.sources if s.in_blocks(tensors.dtype(s.name))]
         tensors.check(scales)
         total += sum(tensors.nbytes(source.name) for source in (*rule.sources, *scales))
+        for name, expected in rule.constants.items():
+            if name in tensors.names:
+                tensors.check([Source(name, (len(expected),), ("I32", "I64"))])
+    tensors.refuse_leftovers()
     slots = dict(nnx.to_flat_state(nnx.state(model)))
     # None: tqdm keeps quiet where nobody watches.
     quiet = None if total >= _WORTH_A_BAR else True
     with tqdm(total=total, unit="B", unit_scale=True, desc="loading", disable=quiet) as bar:
         for rule in rules:
             for name, expected in rule.constants.items():
-                if name not in tensors.names:
-                    continue
-                tensors.check([Source(name, (len(expected),), ("I32", "I64"))])
-                if tuple(tensors.take(name).tolist()) != expected:
+                if name in tensors.names and tuple(tensors.take(name).tolist()) != expected:
                     raise ValueError(f"{tensors.folder}: the tensor {name!r} should say {expected}")
             # Read one by one into the stack: beside it there are one expert's tensor and the
             # stack's copy on the device.
@@ -182,7 +183,6 @@ def _fill(model: nnx.Module, rules: list[Rule], tensors: Tensors, shardings: dic
                 # A transfer holds what it reads from: the next is not read beside it.
                 slots[path].set_value(jax.block_until_ready(placed))
             del arrays, array
-    tensors.refuse_leftovers()
 
 
 def _put(array, dtype, sharding) -> jax.Array:

@@ -123,7 +123,7 @@ class Tensors:
         return frozenset(self._found)
 
     def check(self, sources: Iterable[Source]):
-        """Checks presence, shape and dtype of `sources` from the headers alone.
+        """Checks presence, shape and dtype of `sources` from the headers alone; they have a place from now on.
 
         Raises:
           ValueError: names the tensor, its file, what was expected and what is there.
@@ -145,6 +145,7 @@ class Tensors:
                 raise ValueError(
                     f"{where} is {entry.dtype}, but supported here is {' or '.join(source.dtypes)}"
                 )
+            self._left.discard(source.name)
 
     def dtype(self, name: str) -> str:
         """safetensors' name of a tensor's dtype."""
@@ -155,16 +156,16 @@ class Tensors:
         return self._found[name].nbytes
 
     def take(self, name: str) -> np.ndarray:
-        """A tensor where it lies in its file's memory map, read only; it counts as used from now on."""
+        """A tensor where it lies in its file's memory map, read only."""
         entry = self._found[name]
-        self._left.discard(name)
         raw = self._maps[entry.shard][entry.begin : entry.begin + entry.nbytes]
         return raw.view(DTYPES[entry.dtype]).reshape(entry.shape)
 
     def refuse_leftovers(self):
-        """Raises a ValueError that lists tensors never taken: the model would silently differ.
+        """Raises a ValueError that lists tensors without a place: the model would silently differ.
 
-        Tensors without a single number are no loss: transformers writes such for "no shared expert".
+        What was checked has its place, though a process of a mesh reads no more than its devices' share. Tensors
+        without a single number are no loss: transformers writes such for "no shared expert".
         """
         self._left = {name for name in self._left if self.nbytes(name)}
         if not self._left:

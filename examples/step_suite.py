@@ -3,8 +3,9 @@
 A verify pass is timed at every number of nodes and every prefix, all nodes real and the root alone. Its stages are
 then timed each by itself, over all layers: attention's projections, verify_attn, routed experts, head. What remains of
 the pass (norms, router, shared experts, appended rows) is "rest"; it may fall below zero where a stage alone takes
-longer than in the pass. Drafting and the tree's own machinery, which a round
-needs besides, are timed once. A stage that grows with the layers is extrapolated to the published number of them.
+longer than in the pass. Drafting and the tree's own machinery, which a round needs besides, are timed once, and so are
+whole rounds of the decode loop: what they take beyond a pass and a draft is the machinery with all gaps. A stage that
+grows with the layers is extrapolated to the published number of them.
 """
 
 from __future__ import annotations
@@ -20,9 +21,18 @@ import numpy as np
 import step_floors
 import step_model
 from compile_options import compile_options
+from round_time import round_time
 from step_floors import Rates
 
-from ddtree_jax import CostCurve, commit_path, draft_topk, tree_accept, tree_build, verify_attn
+from ddtree_jax import (
+    CostCurve,
+    DecodeConfig,
+    commit_path,
+    draft_topk,
+    tree_accept,
+    tree_build,
+    verify_attn,
+)
 from ddtree_jax.budget import node_budgets
 from ddtree_jax.models.moe import expert_mlp
 
@@ -66,7 +76,11 @@ class Step:
 
 @dataclasses.dataclass
 class Report:
-    """All that was measured. `draft` and `machinery` are microseconds a round; the curve is for the full depth."""
+    """All that was measured. `draft` and `machinery` are microseconds a round; the curve is for the full depth.
+
+    `round_times` are microseconds of whole rounds of `round_nodes` nodes after the first prefix, by how XLA runs the
+    loop; `round_parts` those of a pass and a draft like theirs, each alone.
+    """
 
     layers: int
     full_layers: int
@@ -77,6 +91,9 @@ class Report:
     machinery: float
     curve_prefix: int
     cost_curve: CostCurve
+    round_nodes: int
+    round_times: dict[str, float]
+    round_parts: float
 
 
 def run(settings: Settings, rates: Rates, show=print) -> Report:
@@ -100,6 +117,24 @@ def run(settings: Settings, rates: Rates, show=print) -> Report:
     curve_prefix = settings.prefixes[len(settings.prefixes) // 2]
     curve = cost_curve([s for s in steps if s.prefix == curve_prefix], draft + machinery)
     show(f"cost curve at prefix {curve_prefix}: {curve}")
+    nodes, prefix = _round_nodes(settings.nodes), settings.prefixes[0]
+    parts = (
+        bench.pass_time(bench.tree(nodes), jnp.full((settings.batch,), prefix, jnp.int32)) + draft
+    )
+    del bench.cache, bench.draft_cache  # the loop makes its own
+    rounds = round_time(
+        target,
+        drafter,
+        budget=nodes - 1,
+        prefix=prefix,
+        batch=settings.batch,
+        repeats=settings.repeats,
+    )
+    for name, each in rounds.items():
+        show(
+            f"a round of {nodes} nodes after {prefix} tokens ({name}): {each:.0f}, "
+            f"{each - parts:.0f} more than a pass and a draft alone"
+        )
     return Report(
         layers,
         full_config.num_hidden_layers,
@@ -110,7 +145,15 @@ def run(settings: Settings, rates: Rates, show=print) -> Report:
         machinery,
         curve_prefix,
         curve,
+        nodes,
+        rounds,
+        parts,
     )
+
+
+def _round_nodes(sizes: tuple[int, ...]) -> int:
+    """The default budget's, or the size below it."""
+    return max(size for size in sizes if size <= DecodeConfig().budget + 1)
 
 
 def measure_curve(target, drafter, settings: Settings) -> CostCurve:

@@ -106,6 +106,9 @@ def test_step_suite(tmp_path):
     assert curve.verify[0] == pytest.approx(
         max(sum(report["steps"][0]["full_times"].values()), curve.idle[0])
     )
+    assert report["round_nodes"] == 4 and set(report["round_times"]) == {"default"}
+    # A round holds a pass and a draft; other work on the machine moves either.
+    assert report["round_times"]["default"] > report["round_parts"] / 3 > 0
 
 
 def test_curve_suite(tmp_path):

@@ -1,11 +1,12 @@
-"""Times the kernels on this machine's device, beside the floor and beside plain XLA; a whole step; or a checkpoint.
+"""Times the kernels on this device, beside the floor and plain XLA; a whole step; a checkpoint; or XLA's compilation.
 
 python examples/benchmark.py --suite=kernels --json=kernels.json
 python examples/benchmark.py --suite=step --json=step.json --figure=step.png
 python examples/benchmark.py --suite=curve --nodes=1,5,9,13,17 --prefixes=160 --json=curve.json
+python examples/benchmark.py --suite=compile --json=compile.json
 
-The suites "step" and "curve" (the cost curve of a checkpoint, the demo by default) are in step_suite.py; what follows
-is about the kernels'.
+The suites "step" and "curve" (the cost curve of a checkpoint, the demo by default) are in step_suite.py, "compile" is
+in compile_time.py; what follows is about the kernels'.
 
 Calls run one after the other inside one jitted loop, several in a round of it; the time a call is the difference
 between a long and a short loop divided by the difference of their calls, so that neither dispatch nor the loop's start
@@ -25,7 +26,9 @@ import time
 
 from absl import app, flags, logging
 
-_SUITE = flags.DEFINE_enum("suite", "kernels", ["kernels", "step", "curve"], "What to time.")
+_SUITE = flags.DEFINE_enum(
+    "suite", "kernels", ["kernels", "step", "curve", "compile"], "What to time."
+)
 _JSON = flags.DEFINE_string("json", None, "Write the rows to this file.")
 _ONLY = flags.DEFINE_string("only", "", "Only rows whose kernel's name contains this.")
 _REPEATS = flags.DEFINE_integer("repeats", 7, "Differences to take the median of.")
@@ -37,7 +40,9 @@ _BANDWIDTH = flags.DEFINE_float(
 )
 _MATRIX_RATE = flags.DEFINE_float("matrix_rate", 7.2e14, "bf16 FLOP a second, for the floor.")
 _LAYERS = flags.DEFINE_integer(
-    "layers", None, "Layers of the step's target; those that fit if not given."
+    "layers",
+    None,
+    "Layers of the target; those that fit of the step's, all of what is compiled, if not given.",
 )
 _NODES = flags.DEFINE_list(
     "nodes", ["1", "8", "17", "33", "65"], "Sizes of the pass, of step and curve."
@@ -87,6 +92,13 @@ def main(argv):
         return
     if _SUITE.value == "curve":
         _curve(device)
+        return
+    if _SUITE.value == "compile":
+        from compile_time import compile_time
+
+        seconds = compile_time(full, _LAYERS.value)
+        print(f"{device}, jax {jax.__version__}, seconds: {seconds}")
+        _write_json(device, seconds)
         return
     print(f"{device}, jax {jax.__version__}, median of {_REPEATS.value}, microseconds")
     print(f"{'kernel':<15}{'shape':<34}{'time':>9}{'floor':>9}{'ratio':>7}{'XLA':>10}")

@@ -127,3 +127,21 @@ def test_curve_suite(tmp_path):
     assert curve.nodes == (1, 3) and curve.draft > 0
     assert all(idle <= full for idle, full in zip(curve.idle, curve.verify, strict=True))
     assert f"{curve}" in done.stdout
+
+
+def test_compile_suite(tmp_path):
+    out = tmp_path / "compile.json"
+    arguments = ["--suite=compile", "--size=small", "--layers=2", f"--json={out}"]
+    done = subprocess.run(
+        [sys.executable, str(_SCRIPT), *arguments],
+        env=_ENVIRONMENT,
+        cwd=_SCRIPT.parent,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    report = json.loads(out.read_text())
+    assert report["layers"] == 2
+    # XLA's part is what grows; all of them took time.
+    assert report["compile"] > report["trace"] > 0 and report["lower"] > 0

@@ -216,12 +216,9 @@ struct Feed {
   const uint8_t* words;
   const uint8_t* scales;
   const uint8_t* x[kTiles];
-  int task, stage;
-  int draw;
-  uint32_t tasks_begun;
-  // Bit q: the row of chunk q is there; bit 4: that of the scales; bit 5 + i: token i; bit 7: every row of the task is
-  // there, and every stage of a row.
-  uint32_t valid;
+  int task, stage, draw, tasks_begun;
+  bool whole;      // every row of the task is there, and every stage of a row
+  uint32_t valid;  // bit q: the row of chunk q is there; bit 4: that of the scales; bit 5 + i: token i
 
   __device__ __forceinline__ void begin(const Problem& p, const Product<kGateUp>& product, int tasks) {
     stage = 0;
@@ -233,8 +230,8 @@ struct Feed {
     words = p.words[kGateUp ? 0 : 1] + (row + mine) * (product.inputs / 2) + threadIdx.x % kStageGroups * 16;
 #pragma unroll
     for (int q = 0; q < 4; ++q) valid |= (mine + q % 2 * 32 < product.count(first, q / 2)) << q;
-    const bool whole_rows = product.groups == product.stages * kStageGroups;
-    valid |= (min(product.count(first, 0), product.count(first, 1)) >= kHalf && whole_rows) << 7;
+    whole = min(product.count(first, 0), product.count(first, 1)) >= kHalf &&
+            product.groups == product.stages * kStageGroups;
     const int half = threadIdx.x / kHalf, scale_row = threadIdx.x % kHalf;
     scales = p.scales[kGateUp ? 0 : 1] + (row + half * product.jump + scale_row) * product.groups * 2;
     valid |= (half < 2 && scale_row < product.count(first, half)) << 4;
@@ -253,14 +250,15 @@ struct Feed {
     if (task < tasks) {
       const uint32_t thread = own_index();
       const uint32_t row = thread / kStageGroups, column = thread % kStageGroups;
-      const uint32_t token = thread / 32, eight = thread % 32;
+      const int left = product.groups - stage * kStageGroups;
+      const uint32_t pitch = product.inputs / 2;
       const uint32_t shared = ddtree::shared_address(to);
       const uint32_t word_at = shared + row * kRowBytes + ((column ^ row % 8) << 4);
-      const uint32_t token_at = shared + kTokenOffset + token * kTokenBytes + ((eight ^ token % 2 << 2) << 4);
-      const uint32_t pitch = product.inputs / 2;
       const uint8_t* below = words + static_cast<uint64_t>(static_cast<uint32_t>(product.jump)) * pitch;
       const uint8_t* from[4] = {words, words + uint64_t{32} * pitch, below, below + uint64_t{32} * pitch};
-      if ((valid >> 7) != 0) {
+      const uint32_t token = thread / 32, eight = thread % 32;
+      const uint32_t token_at = shared + kTokenOffset + token * kTokenBytes + ((eight ^ token % 2 << 2) << 4);
+      if (whole) {
 #pragma unroll
         for (int q = 0; q < 4; ++q) ddtree::copy16_of_256(word_at + q * 32 * kRowBytes, from[q]);
         if (thread < kRows) ddtree::copy16(shared + kScaleOffset + thread * kStageGroups * 2, scales);
@@ -269,7 +267,6 @@ struct Feed {
           ddtree::copy16_or_zero(token_at + i * kColumns * kTokenBytes, x[i], (valid >> (5 + i) & 1) != 0);
         }
       } else {
-        const int left = product.groups - stage * kStageGroups;
 #pragma unroll
         for (int q = 0; q < 4; ++q) {
           const bool there = (valid >> q & 1) != 0 && static_cast<int>(column) < left;
@@ -292,16 +289,16 @@ struct Feed {
       scales += kStageGroups * 2;
 #pragma unroll
       for (int i = 0; i < kTiles; ++i) x[i] += kTokenBytes;
-      // One thread draws the next task; the others learn of it after the barrier of a later stage.
-      const int left = product.stages - ++stage;
-      if (left > 2) {
-      } else if (left == 2) {
-        if (threadIdx.x == 0) draw = atomicAdd(p.drawn + !kGateUp, 1) + gridDim.x;
-      } else if (left == 1) {
-        if (threadIdx.x == 0) drawn_tasks()[(tasks_begun + 1) % 4] = draw;
-      } else {
-        task = drawn_tasks()[++tasks_begun % 4];
-        begin(p, product, tasks);
+      ++stage;
+      if (stage + 2 >= product.stages) {  // one thread draws the next task; the others learn of it after a barrier
+        if (stage + 2 == product.stages) {
+          if (threadIdx.x == 0) draw = atomicAdd(p.drawn + (kGateUp ? 0 : 1), 1) + gridDim.x;
+        } else if (stage + 1 == product.stages) {
+          if (threadIdx.x == 0) drawn_tasks()[(tasks_begun + 1) % 4] = draw;
+        } else {
+          task = drawn_tasks()[++tasks_begun % 4];
+        }
+        if (stage == product.stages) begin(p, product, tasks);
       }
     }
     ddtree::commit_copies();

@@ -128,21 +128,26 @@ __device__ void sort_pairs(const Problem& p, int chunk) {
     if (e >= 0 && e < p.experts) atomicAdd(&count[e], 1);
   }
   __syncthreads();
-  if (threadIdx.x < 32) {
-    int total = 0;
-    for (int begin = 0; begin < p.experts; begin += 32) {
-      const int e = begin + threadIdx.x;
-      const int chunks = e < p.experts ? (count[e] + chunk - 1) / chunk : 0;
-      int end = chunks;
+  // Each thread counts the chunks of neighbouring experts; those before them are the sum over the threads before it.
+  __shared__ int before_warp[kWarps];
+  const int each = (p.experts + kThreads - 1) / kThreads, begin = threadIdx.x * each;
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  int own = 0;
+  for (int e = begin; e < min(begin + each, p.experts); ++e) own += (count[e] + chunk - 1) / chunk;
+  int end = own;
 #pragma unroll
-      for (int d = 1; d < 32; d *= 2) {
-        const int below = __shfl_up_sync(~0u, end, d);
-        if (static_cast<int>(threadIdx.x) >= d) end += below;
-      }
-      if (e < p.experts) first[e] = total + end - chunks;
-      total += __shfl_sync(~0u, end, 31);
-    }
-    if (threadIdx.x == 0) *p.chunks = total, p.drawn[0] = 0, p.drawn[1] = 0;
+  for (int d = 1; d < 32; d *= 2) {
+    const int below = __shfl_up_sync(~0u, end, d);
+    if (lane >= d) end += below;
+  }
+  if (lane == 31) before_warp[warp] = end;
+  __syncthreads();
+  for (int w = 0; w < warp; ++w) end += before_warp[w];
+  if (threadIdx.x == kThreads - 1) *p.chunks = end, p.drawn[0] = 0, p.drawn[1] = 0;
+  int at = end - own;
+  for (int e = begin; e < min(begin + each, p.experts); ++e) {
+    first[e] = at;
+    at += (count[e] + chunk - 1) / chunk;
   }
   __syncthreads();
   for (int e = threadIdx.x; e < p.experts; e += blockDim.x) {
@@ -528,18 +533,29 @@ __global__ void __launch_bounds__(kThreads) multiply_experts_f32(Problem p) {
 
 template <typename T>
 __global__ void __launch_bounds__(kThreads) weigh(Problem p) {
+  constexpr int kTogether = 8;
   const int64_t i = (static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x) * 4;
   if (i >= static_cast<int64_t>(p.tokens) * p.hidden) return;
   const int64_t token = i / p.hidden, column = i % p.hidden;
   float4 total = make_float4(0, 0, 0, 0);
-#pragma unroll 4
-  for (int j = 0; j < p.top_k; ++j) {
-    const int64_t pair = token * p.top_k + j;
-    const int id = p.ids[pair];
-    if (id < 0 || id >= p.experts) continue;  // what lies in its place may be NaN
-    const float share = p.shares[pair];
-    const float4 part = *reinterpret_cast<const float4*>(p.partial + pair * p.hidden + column);
-    total.x += share * part.x, total.y += share * part.y, total.z += share * part.z, total.w += share * part.w;
+  for (int begin = 0; begin < p.top_k; begin += kTogether) {
+    bool there[kTogether];
+    float share[kTogether];
+    float4 part[kTogether];
+#pragma unroll
+    for (int j = 0; j < kTogether; ++j) {  // all are asked for before any is waited for
+      const int64_t pair = token * p.top_k + begin + j;
+      const int id = begin + j < p.top_k ? p.ids[pair] : -1;
+      there[j] = id >= 0 && id < p.experts;  // what lies in the place of one that is not there may be NaN
+      share[j] = there[j] ? p.shares[pair] : 0.0f;
+      part[j] = there[j] ? *reinterpret_cast<const float4*>(p.partial + pair * p.hidden + column) : total;
+    }
+#pragma unroll
+    for (int j = 0; j < kTogether; ++j) {
+      if (!there[j]) continue;
+      total.x += share[j] * part[j].x, total.y += share[j] * part[j].y;
+      total.z += share[j] * part[j].z, total.w += share[j] * part[j].w;
+    }
   }
   if constexpr (sizeof(T) == 2) {
     const __nv_bfloat162 low = __floats2bfloat162_rn(total.x, total.y), high = __floats2bfloat162_rn(total.z, total.w);

@@ -408,10 +408,17 @@ __device__ __forceinline__ void finish(const Problem& p, const Product<kGateUp>&
       }
     }
   }
+  const int chunk = task / product.blocks, first = product.first_row(task % product.blocks);
+  int pairs[kTiles][2];
+#pragma unroll
+  for (int tile = 0; tile < kTiles; ++tile) {
+    const int column = tile * kColumns + lane % 4 * 2;
+    const int2 two = *reinterpret_cast<const int2*>(p.chunk_pairs + chunk * kTiles * kColumns + column);
+    pairs[tile][0] = two.x, pairs[tile][1] = two.y;
+  }
   __syncthreads();
   if (warp >= 4) return;
   const float4* other = reinterpret_cast<const float4*>(exchange) + (warp ^ 2) * (4 * kTiles * 32) + lane;
-  const int chunk = task / product.blocks, first = product.first_row(task % product.blocks);
 #pragma unroll
   for (int tile = 0; tile < kTiles; ++tile) {
     float sum[2][4];
@@ -423,8 +430,7 @@ __device__ __forceinline__ void finish(const Problem& p, const Product<kGateUp>&
     }
 #pragma unroll
     for (int e = 0; e < 4; ++e) {
-      const int column = tile * kColumns + lane % 4 * 2 + e % 2;
-      const int64_t pair = p.chunk_pairs[chunk * kTiles * kColumns + column];
+      const int64_t pair = pairs[tile][e % 2];
       const int row = warp % 2 * 32 + side * 16 + lane / 4 + e / 2 * 8;
       if (pair < 0) continue;
       if constexpr (kGateUp) {

@@ -5,20 +5,27 @@
 // weighs and sums each token's choices in their order, so that a result depends neither on the run nor on the other
 // tokens.
 //
-// bfloat16: a task of the two products is 128 weight rows for one chunk. Blocks are persistent and take every n-th
-// task; to a block all its tasks are one stream of stages of 256 inputs, copied three deep, so that memory never waits
-// for the end of a task. A stage takes 128 bytes of a row and 16 of its scales; the copies ask the L2 cache for those of
-// the next stages too, since memory is slow at short pieces. The weights are the 16-row operand of the matrix
-// instruction and the tokens its 8 columns, which wastes nothing but arithmetic where an expert has few tokens. The
-// second half of a chunk of 16 is skipped where it is empty. An expert with more tokens has several chunks; tasks of
-// the same rows run close together, so that all but the first find them in the L2 cache.
+// bfloat16: a task of the two products is 128 weight rows for one chunk. Blocks are persistent and draw the next task
+// when the last stages of theirs are under way, since processors do not get equal shares of the memory; to a block all
+// its tasks are one stream of stages of 256 inputs, copied three deep, so that memory never waits for the end of a
+// task. A stage takes 128 bytes of a row and 16 of its scales; the copies of words ask the L2 cache for those of the
+// next stage too, since memory is slow at short pieces. Those of scales do not: what they asked for would be gone
+// again before its stage. The weights are the 16-row operand of the matrix instruction and the tokens its 8 columns,
+// which wastes nothing but arithmetic where an expert has few tokens. The second half of a chunk of 16 is skipped
+// where it is empty. An expert with more tokens has several chunks; tasks of the same rows run close together, so that
+// all but the first find them in the L2 cache.
+//
+// Instructions are what there is too few of: at the memory's speed a processor has 60 cycles of each scheduler for 512
+// weights. So a warp takes two groups of a stage for 64 rows, which share what depends on the tokens alone.
 //
 // Unpacking. A group, 32 inputs of a row with one scale, is 16 bytes, and `ldmatrix` gives word t of it, inputs 8 t ..
-// 8 t + 7, to lane t of the row's four. A mask and an OR turn nibbles i and i + 4 of a word into two bfloat16 of 128 +
-// u, u = q + 8; so the inputs of a word come in the order 0 4 1 5 2 6 3 7, and the other operand lies in memory in that
-// order. The 136 too much is taken off by the accumulators' start, -136 times the sum of the group's inputs, which the
-// matrix instruction makes too, once for all the rows of a warp. The scale then multiplies the group's sum in float32:
-// weights are exact, and the unpacking costs seven instructions for eight of them.
+// 8 t + 7, to lane t of the row's four. Nibbles i and i + 4 of a word become two bfloat16 of 32 + u / 4, u = q + 8:
+// those at the bottom of their 16 bits by a mask and an OR; those above them, as they lie, are a bfloat16 of u *
+// 2^-129, which one multiplication and addition brings there, on the pipe that has room. So the inputs of a word come
+// in the order 0 4 1 5 2 6 3 7, and the other operand lies in memory in that order. The 34 too much is taken off by
+// the accumulators' start, -34 times the sum of the group's inputs, which the matrix instruction makes too, once for
+// all the rows of a warp. The scale then multiplies the group's sum in float32, and the end of a task makes good for
+// the fourth: weights are exact, and the unpacking costs seven instructions for eight of them.
 //
 // float32: plain arithmetic, a warp for each row and eight tokens.
 #include <cuda_bf16.h>
@@ -51,15 +58,17 @@ constexpr int kScaleOffset = kRows * kRowBytes;
 constexpr int kTokenOffset = kScaleOffset + kRows * kStageGroups * 2;
 constexpr int kMaxExperts = 2048;   // counted in shared memory
 constexpr uint32_t kNibbles = 0x000f000fu;
-constexpr uint32_t kBias = 0x43004300u;    // two bfloat16 of 128
-constexpr uint32_t kOffset = 0xc308c308u;  // of -136
+constexpr uint32_t kBias = 0x42004200u;     // two bfloat16 of 32
+constexpr uint32_t kOffset = 0xc208c208u;   // of -34
+constexpr uint32_t kUpscale = 0x7f007f00u;  // of 2^127
+constexpr float kRescale = 4.0f;            // weights come as a fourth of themselves
 
 // Shared memory of a block whose chunks are of 8 * kTiles tokens.
 template <int kTiles>
 struct Shared {
   static constexpr int kStageBytes = kTokenOffset + kTiles * kColumns * kTokenBytes;
   static constexpr int kExchangeOffset = kStages * kStageBytes;
-  static constexpr int kBytes = kExchangeOffset + 4 * 2 * kTiles * 512;  // one warp of each two sends all it has
+  static constexpr int kBytes = kExchangeOffset + 4 * 4 * kTiles * 512;  // four warps send all they have
   static_assert(kBytes <= 99 * 1024, "the smallest opt-in limit among sm_80 and later");
 };
 
@@ -70,10 +79,10 @@ struct Plan {
   Plan(int64_t tokens, int64_t top_k, int64_t experts, int64_t hidden, int64_t inner, int32_t dtype) {
     const bool wide = dtype == DDTREE_F32;
     pairs = tokens * top_k;
-    chunk = wide || pairs <= 2 * experts ? kColumns : 2 * kColumns;
+    chunk = wide || pairs <= 4 * experts ? kColumns : 2 * kColumns;
     chunks = std::min(pairs, std::min(pairs, experts) + pairs / chunk);
     bytes = 0;
-    place(4);  // the number of chunks
+    place(12);  // the number of chunks, and of tasks drawn of either product
     experts_at = place(4 * chunks);
     pairs_at = place(4 * chunks * chunk);
     x_at = place(wide ? 0 : 2 * tokens * hidden);
@@ -97,6 +106,7 @@ struct Problem {
   const uint8_t* scales[2];
   void* out;
   int32_t* chunks;         // []
+  int32_t* drawn;          // [2]: tasks of gate_up and of down, beside each block's first
   int32_t* chunk_experts;  // [chunks]
   int32_t* chunk_pairs;    // [chunks, chunk], -1 where there is none
   __nv_bfloat16* x_laid;   // [T, D], each eight in the order 0 4 1 5 2 6 3 7
@@ -118,21 +128,26 @@ __device__ void sort_pairs(const Problem& p, int chunk) {
     if (e >= 0 && e < p.experts) atomicAdd(&count[e], 1);
   }
   __syncthreads();
-  if (threadIdx.x < 32) {
-    int total = 0;
-    for (int begin = 0; begin < p.experts; begin += 32) {
-      const int e = begin + threadIdx.x;
-      const int chunks = e < p.experts ? (count[e] + chunk - 1) / chunk : 0;
-      int end = chunks;
+  // Each thread counts the chunks of neighbouring experts; those before them are the sum over the threads before it.
+  __shared__ int before_warp[kWarps];
+  const int each = (p.experts + kThreads - 1) / kThreads, begin = threadIdx.x * each;
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  int own = 0;
+  for (int e = begin; e < min(begin + each, p.experts); ++e) own += (count[e] + chunk - 1) / chunk;
+  int end = own;
 #pragma unroll
-      for (int d = 1; d < 32; d *= 2) {
-        const int below = __shfl_up_sync(~0u, end, d);
-        if (static_cast<int>(threadIdx.x) >= d) end += below;
-      }
-      if (e < p.experts) first[e] = total + end - chunks;
-      total += __shfl_sync(~0u, end, 31);
-    }
-    if (threadIdx.x == 0) *p.chunks = total;
+  for (int d = 1; d < 32; d *= 2) {
+    const int below = __shfl_up_sync(~0u, end, d);
+    if (lane >= d) end += below;
+  }
+  if (lane == 31) before_warp[warp] = end;
+  __syncthreads();
+  for (int w = 0; w < warp; ++w) end += before_warp[w];
+  if (threadIdx.x == kThreads - 1) *p.chunks = end, p.drawn[0] = 0, p.drawn[1] = 0;
+  int at = end - own;
+  for (int e = begin; e < min(begin + each, p.experts); ++e) {
+    first[e] = at;
+    at += (count[e] + chunk - 1) / chunk;
   }
   __syncthreads();
   for (int e = threadIdx.x; e < p.experts; e += blockDim.x) {
@@ -175,7 +190,7 @@ struct Product {
       : rows(kGateUp ? 2 * p.inner_size : p.hidden),
         inputs(kGateUp ? p.hidden : p.inner_size),
         groups(inputs / kGroup),
-        stages((groups + kStageGroups - 1) / kStageGroups),
+        stages(max((groups + kStageGroups - 1) / kStageGroups, 3)),  // drawing a task takes three
         blocks(kGateUp ? (p.inner_size + kHalf - 1) / kHalf : (p.hidden + kRows - 1) / kRows),
         jump(kGateUp ? p.inner_size : kHalf) {}
   __device__ __forceinline__ int first_row(int block) const { return block * (kGateUp ? kHalf : kRows); }
@@ -187,10 +202,16 @@ struct Product {
 
 // This thread's index, made anew for each phase from what the compiler cannot see through: addresses that it kept from
 // stage to stage would not fit in the registers.
-__device__ __forceinline__ int own_index() {
-  int thread = threadIdx.x;
+__device__ __forceinline__ uint32_t own_index() {
+  uint32_t thread = threadIdx.x;
   asm volatile("" : "+r"(thread));
   return thread;
+}
+
+// The last four tasks of the block: its n-th at n % 4.
+__device__ __forceinline__ int* drawn_tasks() {
+  __shared__ int tasks[4];
+  return tasks;
 }
 
 // The stream of a block's stages: starts the copies of one after the other. Every thread has its own part of each: four
@@ -200,7 +221,7 @@ struct Feed {
   const uint8_t* words;
   const uint8_t* scales;
   const uint8_t* x[kTiles];
-  int task, stage;
+  int task, stage, draw, tasks_begun;
   bool whole;      // every row of the task is there, and every stage of a row
   uint32_t valid;  // bit q: the row of chunk q is there; bit 4: that of the scales; bit 5 + i: token i
 
@@ -214,7 +235,8 @@ struct Feed {
     words = p.words[kGateUp ? 0 : 1] + (row + mine) * (product.inputs / 2) + threadIdx.x % kStageGroups * 16;
 #pragma unroll
     for (int q = 0; q < 4; ++q) valid |= (mine + q % 2 * 32 < product.count(first, q / 2)) << q;
-    whole = min(product.count(first, 0), product.count(first, 1)) >= kHalf && product.groups % kStageGroups == 0;
+    whole = min(product.count(first, 0), product.count(first, 1)) >= kHalf &&
+            product.groups == product.stages * kStageGroups;
     const int half = threadIdx.x / kHalf, scale_row = threadIdx.x % kHalf;
     scales = p.scales[kGateUp ? 0 : 1] + (row + half * product.jump + scale_row) * product.groups * 2;
     valid |= (half < 2 && scale_row < product.count(first, half)) << 4;
@@ -231,110 +253,122 @@ struct Feed {
   // Starts the next stage's copies to `to`, if there is a next stage.
   __device__ __forceinline__ void next(const Problem& p, const Product<kGateUp>& product, int tasks, uint8_t* to) {
     if (task < tasks) {
-      const int thread = own_index();
-      const int row = thread / kStageGroups, column = thread % kStageGroups;
-      const int left = product.groups - stage * kStageGroups, pitch = product.inputs / 2;
+      const uint32_t thread = own_index();
+      const uint32_t row = thread / kStageGroups, column = thread % kStageGroups;
+      const int left = product.groups - stage * kStageGroups;
+      const uint32_t pitch = product.inputs / 2;
       const uint32_t shared = ddtree::shared_address(to);
       const uint32_t word_at = shared + row * kRowBytes + ((column ^ row % 8) << 4);
+      const uint8_t* below = words + static_cast<uint64_t>(static_cast<uint32_t>(product.jump)) * pitch;
+      const uint8_t* from[4] = {words, words + uint64_t{32} * pitch, below, below + uint64_t{32} * pitch};
+      const uint32_t token = thread / 32, eight = thread % 32;
+      const uint32_t token_at = shared + kTokenOffset + token * kTokenBytes + ((eight ^ token % 2 << 2) << 4);
+      if (whole) {
 #pragma unroll
-      for (int q = 0; q < 4; ++q) {
-        const uint8_t* from = words + (q / 2 * product.jump + q % 2 * 32) * static_cast<int64_t>(pitch);
-        const uint32_t at = word_at + q * 32 * kRowBytes;
-        if (whole) {
-          ddtree::copy16_of_256(at, from);
-        } else {
-          ddtree::copy16_or_zero(at, from, (valid >> q & 1) != 0 && column < left);
+        for (int q = 0; q < 4; ++q) ddtree::copy16_of_256(word_at + q * 32 * kRowBytes, from[q]);
+        if (thread < kRows) ddtree::copy16(shared + kScaleOffset + thread * kStageGroups * 2, scales);
+#pragma unroll
+        for (int i = 0; i < kTiles; ++i) {
+          ddtree::copy16_or_zero(token_at + i * kColumns * kTokenBytes, x[i], (valid >> (5 + i) & 1) != 0);
         }
-      }
-      if (thread < kRows) {
-        const uint32_t at = kScaleOffset + thread * kStageGroups * 2;
-        if (whole) {
-          ddtree::copy16_of_256(shared + at, scales);
-        } else {  // where a row does not start at a multiple of 16 bytes, or ends before the stage
+      } else {
+#pragma unroll
+        for (int q = 0; q < 4; ++q) {
+          const bool there = (valid >> q & 1) != 0 && static_cast<int>(column) < left;
+          ddtree::copy16_or_zero(word_at + q * 32 * kRowBytes, from[q], there);
+        }
+        if (thread < kRows) {  // where a row does not start at a multiple of 16 bytes, or ends before the stage
           const bool there = (valid >> 4 & 1) != 0;
-          uint16_t* own = reinterpret_cast<uint16_t*>(to + at);
+          uint16_t* own = reinterpret_cast<uint16_t*>(to + kScaleOffset + thread * kStageGroups * 2);
           for (int g = 0; g < kStageGroups; ++g) {
             own[g] = there && g < left ? reinterpret_cast<const uint16_t*>(scales)[g] : 0;
           }
         }
-      }
-      const int token = thread / 32, eight = thread % 32;
-      const uint32_t token_at = shared + kTokenOffset + token * kTokenBytes + ((eight ^ token % 2 << 2) << 4);
 #pragma unroll
-      for (int i = 0; i < kTiles; ++i) {
-        const bool there = (valid >> (5 + i) & 1) != 0 && eight / 4 < left;
-        ddtree::copy16_or_zero(token_at + i * kColumns * kTokenBytes, x[i], there);
-        x[i] += kTokenBytes;
+        for (int i = 0; i < kTiles; ++i) {
+          const bool there = (valid >> (5 + i) & 1) != 0 && static_cast<int>(eight / 4) < left;
+          ddtree::copy16_or_zero(token_at + i * kColumns * kTokenBytes, x[i], there);
+        }
       }
       words += kRowBytes;
       scales += kStageGroups * 2;
-      if (++stage == product.stages) {
-        task += gridDim.x;
-        begin(p, product, tasks);
+#pragma unroll
+      for (int i = 0; i < kTiles; ++i) x[i] += kTokenBytes;
+      ++stage;
+      if (stage + 2 >= product.stages) {  // one thread draws the next task; the others learn of it after a barrier
+        if (stage + 2 == product.stages) {
+          if (threadIdx.x == 0) draw = atomicAdd(p.drawn + (kGateUp ? 0 : 1), 1) + gridDim.x;
+        } else if (stage + 1 == product.stages) {
+          if (threadIdx.x == 0) drawn_tasks()[(tasks_begun + 1) % 4] = draw;
+        } else {
+          task = drawn_tasks()[++tasks_begun % 4];
+        }
+        if (stage == product.stages) begin(p, product, tasks);
       }
     }
     ddtree::commit_copies();
   }
 };
 
-// Nibbles i and i + 4 of a word as bfloat16 of 128 + u.
+// Nibbles i and i + 4 of a word as bfloat16 of 32 + u / 4.
 __device__ __forceinline__ uint32_t unpack(uint32_t word, int i) {
-  return ddtree::mask_and_set(word >> 4 * i, kNibbles, kBias);
+  const uint32_t shifted = i < 2 ? word : word >> 8;
+  if (i % 2 == 0) return ddtree::mask_and_set(shifted, kNibbles, kBias);
+  return ddtree::multiply_add(shifted & (kNibbles << 4), kUpscale, kBias);
 }
 
-// total[half][tile] += what a stage gives a warp: rows 16 * (warp % 4) .. of each half, and of the stage's groups the
-// first or the last four.
+// total[i][tile] += what a stage gives a warp: of the stage's groups two, of each half's rows 32, in four times 16.
 template <int kTiles>
-__device__ __forceinline__ void multiply_stage(const uint8_t* stage, int tiles, float (&total)[2][kTiles][4]) {
-  const int thread = own_index(), lane = thread % 32, rows = thread / 32 % 4 * 16, group = thread / 128 * 4;
-  const uint32_t offset[4] = {kOffset, kOffset, kOffset, kOffset};
-  const float zero[4] = {0, 0, 0, 0};
-#pragma unroll 1  // two groups at a time: more would not fit in the registers
-  for (int pair = 0; pair < 4; pair += 2) {
-    uint32_t words[2][4], scales[2][2];  // of rows lane / 4 and the eighth after it
+__device__ __forceinline__ void multiply_stage(const uint8_t* stage, int tiles, float (&total)[4][kTiles][4]) {
+  const uint32_t thread = own_index(), lane = thread % 32, rows = thread / 32 % 2 * 32, group = thread / 64 * 2;
+  const uint32_t chunk = (group + lane / 16) ^ lane % 8;
+  const uint32_t at = ddtree::shared_address(stage) + (rows + lane % 16) * kRowBytes + (chunk << 4);
+  const uint8_t* scale_at = stage + kScaleOffset + ((rows + lane / 4) * kStageGroups + group) * 2;
+  const uint32_t token = lane / 4;
+  const uint8_t* x_at = stage + kTokenOffset + token * kTokenBytes + ((group * 4 + lane % 4) << 4);
+  const uint32_t swap = token % 2;
+  uint4 x[2][kTiles];
+  float start[2][kTiles][4];
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const int row = half * kHalf + rows;
-      const uint32_t at = ddtree::shared_address(stage) + (row + lane % 16) * kRowBytes;
-      ddtree::load_matrices(words[half], at + (((group + pair + lane / 16) ^ lane % 8) << 4));
+  for (int j = 0; j < 2; ++j) {
 #pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        const int scale_at = kScaleOffset + ((row + lane / 4 + i * 8) * kStageGroups + group + pair) * 2;
-        scales[half][i] = *reinterpret_cast<const uint32_t*>(stage + scale_at);
-      }
+    for (int tile = 0; tile < kTiles; ++tile) {
+      if (tile > 0 && tile >= tiles) break;
+      const uint32_t offset[4] = {kOffset, kOffset, kOffset, kOffset};
+      const float zero[4] = {0, 0, 0, 0};
+      x[j][tile] = *reinterpret_cast<const uint4*>(x_at + tile * kColumns * kTokenBytes + ((j ^ swap) << 6));
+      multiply(start[j][tile], offset, x[j][tile].x, x[j][tile].y, zero);
+      multiply(start[j][tile], offset, x[j][tile].z, x[j][tile].w, start[j][tile]);
+    }
+  }
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const int below = i / 2 * kHalf + i % 2 * 16;
+    uint32_t words[4], scales[2];  // of rows lane / 4 and the eighth after it
+    ddtree::load_matrices(words, at + below * kRowBytes);
+#pragma unroll
+    for (int k = 0; k < 2; ++k) {
+      scales[k] = *reinterpret_cast<const uint32_t*>(scale_at + (below + k * 8) * kStageGroups * 2);
     }
 #pragma unroll
     for (int j = 0; j < 2; ++j) {
-      uint32_t weights[2][2][4];
-      float scale[2][2];
+      uint32_t weights[2][4];
 #pragma unroll
-      for (int half = 0; half < 2; ++half) {
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          weights[half][i / 2][i % 2 * 2] = unpack(words[half][j * 2], i);
-          weights[half][i / 2][i % 2 * 2 + 1] = unpack(words[half][j * 2 + 1], i);
-        }
-#pragma unroll
-        for (int i = 0; i < 2; ++i) {
-          scale[half][i] = __uint_as_float(j == 0 ? scales[half][i] << 16 : scales[half][i] & 0xffff0000u);
-        }
+      for (int k = 0; k < 4; ++k) {
+        weights[k / 2][k % 2 * 2] = unpack(words[j * 2], k);
+        weights[k / 2][k % 2 * 2 + 1] = unpack(words[j * 2 + 1], k);
       }
+      float scale[2];
+#pragma unroll
+      for (int k = 0; k < 2; ++k) scale[k] = __uint_as_float(j == 0 ? scales[k] << 16 : scales[k] & 0xffff0000u);
 #pragma unroll
       for (int tile = 0; tile < kTiles; ++tile) {
         if (tile > 0 && tile >= tiles) break;
-        const int token = tile * kColumns + lane / 4, eight = (group + pair + j) * 4 + lane % 4;
-        const uint8_t* at = stage + kTokenOffset + token * kTokenBytes + ((eight ^ token % 2 << 2) << 4);
-        const uint4 x = *reinterpret_cast<const uint4*>(at);
-        float start[4], sum[4];
-        multiply(start, offset, x.x, x.y, zero);
-        multiply(start, offset, x.z, x.w, start);
+        float sum[4];
+        multiply(sum, weights[0], x[j][tile].x, x[j][tile].y, start[j][tile]);
+        multiply(sum, weights[1], x[j][tile].z, x[j][tile].w, sum);
 #pragma unroll
-        for (int half = 0; half < 2; ++half) {
-          multiply(sum, weights[half][0], x.x, x.y, start);
-          multiply(sum, weights[half][1], x.z, x.w, sum);
-#pragma unroll
-          for (int e = 0; e < 4; ++e) total[half][tile][e] += scale[half][e / 2] * sum[e];
-        }
+        for (int e = 0; e < 4; ++e) total[i][tile][e] += scale[e / 2] * sum[e];
       }
     }
   }
@@ -342,70 +376,103 @@ __device__ __forceinline__ void multiply_stage(const uint8_t* stage, int tiles, 
 
 __device__ __forceinline__ float swiglu(float gate, float up) { return gate / (1.0f + __expf(-gate)) * up; }
 
-// Ends a task: adds up the two warps that had different inputs of the same rows, and writes.
+__device__ __forceinline__ void send(float4* to, const float (&from)[4]) {
+  *to = make_float4(from[0], from[1], from[2], from[3]);
+}
+__device__ __forceinline__ void add(float (&to)[4], const float4* from) {
+  const float4 other = *from;
+  to[0] += other.x, to[1] += other.y, to[2] += other.z, to[3] += other.w;
+}
+
+// Ends a task: adds up the four warps that had different inputs of the same rows, and writes. The last two of the four
+// send all they have to the first two, which then each send the other half of theirs.
 template <int kTiles, bool kGateUp>
 __device__ __forceinline__ void finish(const Problem& p, const Product<kGateUp>& product, int task, uint8_t* exchange,
-                                       const float (&total)[2][kTiles][4]) {
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  float4* mine = reinterpret_cast<float4*>(exchange) + warp % 4 * (2 * kTiles * 32) + lane;
+                                       float (&total)[4][kTiles][4]) {
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, side = warp / 2 % 2;
+  float4* const mine = reinterpret_cast<float4*>(exchange) + warp % 4 * (4 * kTiles * 32) + lane;
   if (warp >= 4) {
 #pragma unroll
+    for (int i = 0; i < 4 * kTiles; ++i) send(mine + i * 32, total[i / kTiles][i % kTiles]);
+  }
+  __syncthreads();
+  if (warp < 4) {
+#pragma unroll
+    for (int i = 0; i < 4 * kTiles; ++i) add(total[i / kTiles][i % kTiles], mine + i * 32);
+#pragma unroll
     for (int i = 0; i < 2 * kTiles; ++i) {
-      const float* from = total[i / kTiles][i % kTiles];
-      mine[i * 32] = make_float4(from[0], from[1], from[2], from[3]);
+      if (side == 0) {
+        send(mine + i * 32, total[i / kTiles * 2 + 1][i % kTiles]);
+      } else {
+        send(mine + i * 32, total[i / kTiles * 2][i % kTiles]);
+      }
     }
+  }
+  const int chunk = task / product.blocks, first = product.first_row(task % product.blocks);
+  int pairs[kTiles][2];
+#pragma unroll
+  for (int tile = 0; tile < kTiles; ++tile) {
+    const int column = tile * kColumns + lane % 4 * 2;
+    const int2 two = *reinterpret_cast<const int2*>(p.chunk_pairs + chunk * kTiles * kColumns + column);
+    pairs[tile][0] = two.x, pairs[tile][1] = two.y;
   }
   __syncthreads();
   if (warp >= 4) return;
-  const int chunk = task / product.blocks, first = product.first_row(task % product.blocks);
+  const float4* other = reinterpret_cast<const float4*>(exchange) + (warp ^ 2) * (4 * kTiles * 32) + lane;
 #pragma unroll
   for (int tile = 0; tile < kTiles; ++tile) {
     float sum[2][4];
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const float4 other = mine[(half * kTiles + tile) * 32];
-      const float* own = total[half][tile];
-      sum[half][0] = own[0] + other.x, sum[half][1] = own[1] + other.y;
-      sum[half][2] = own[2] + other.z, sum[half][3] = own[3] + other.w;
+#pragma unroll
+      for (int e = 0; e < 4; ++e) sum[half][e] = side == 0 ? total[half * 2][tile][e] : total[half * 2 + 1][tile][e];
+      add(sum[half], other + (half * kTiles + tile) * 32);
     }
 #pragma unroll
     for (int e = 0; e < 4; ++e) {
-      const int column = tile * kColumns + lane % 4 * 2 + e % 2;
-      const int64_t pair = p.chunk_pairs[chunk * kTiles * kColumns + column];
-      const int row = warp * 16 + lane / 4 + e / 2 * 8;
+      const int64_t pair = pairs[tile][e % 2];
+      const int row = warp % 2 * 32 + side * 16 + lane / 4 + e / 2 * 8;
       if (pair < 0) continue;
       if constexpr (kGateUp) {
         if (row >= product.count(first, 0)) continue;
         const int input = first + row;
         __nv_bfloat16* to = static_cast<__nv_bfloat16*>(p.inner) + pair * p.inner_size;
-        to[input / 8 * 8 + laid(input % 8)] = __float2bfloat16(swiglu(sum[0][e], sum[1][e]));
+        to[input / 8 * 8 + laid(input % 8)] = __float2bfloat16(swiglu(kRescale * sum[0][e], kRescale * sum[1][e]));
       } else {
+        float* to = p.partial + pair * p.hidden + first + row;
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-          if (row < product.count(first, half)) p.partial[pair * p.hidden + first + half * kHalf + row] = sum[half][e];
+          if (row < product.count(first, half)) to[half * kHalf] = kRescale * sum[half][e];
         }
       }
     }
   }
 }
 
-// Two or three blocks to a processor: what one waits for the others hide.
+// Two or three blocks to a processor, where its shared memory is not one block's: what one waits for the others hide.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1200
+constexpr int blocks_of_processor(int) { return 1; }
+#else
+constexpr int blocks_of_processor(int tiles) { return tiles == 1 ? 3 : 2; }
+#endif
+
 template <int kTiles, bool kGateUp>
-__global__ void __launch_bounds__(kThreads, kTiles == 1 ? 3 : 2) multiply_experts(Problem p) {
+__global__ void __launch_bounds__(kThreads, blocks_of_processor(kTiles)) multiply_experts(Problem p) {
   extern __shared__ __align__(128) uint8_t shared[];
   constexpr int kStageBytes = Shared<kTiles>::kStageBytes;
   const Product<kGateUp> product(p);
   const int tasks = *p.chunks * product.blocks;
   Feed<kTiles, kGateUp> feed;
+  feed.tasks_begun = 0;
   feed.task = blockIdx.x;
   feed.begin(p, product, tasks);
   for (int i = 0; i < kStages - 1; ++i) feed.next(p, product, tasks, shared + i * kStageBytes);
   int slot = 0;
-  for (int task = blockIdx.x; task < tasks; task += gridDim.x) {
+  for (int task = blockIdx.x, done = 0; task < tasks; task = drawn_tasks()[++done % 4]) {
     const int32_t* pairs = p.chunk_pairs + task / product.blocks * kTiles * kColumns;
     int tiles = 1;  // a chunk's tokens are its first
     for (int i = 1; i < kTiles; ++i) tiles += pairs[i * kColumns] >= 0;
-    float total[2][kTiles][4] = {};
+    float total[4][kTiles][4] = {};
     for (int stage = 0; stage < product.stages; ++stage) {
       ddtree::wait_copies<kStages - 2>();
       // The stage is there for all, and the one before it has been read by all: its place is free.
@@ -472,18 +539,29 @@ __global__ void __launch_bounds__(kThreads) multiply_experts_f32(Problem p) {
 
 template <typename T>
 __global__ void __launch_bounds__(kThreads) weigh(Problem p) {
+  constexpr int kTogether = 8;
   const int64_t i = (static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x) * 4;
   if (i >= static_cast<int64_t>(p.tokens) * p.hidden) return;
   const int64_t token = i / p.hidden, column = i % p.hidden;
   float4 total = make_float4(0, 0, 0, 0);
-#pragma unroll 4
-  for (int j = 0; j < p.top_k; ++j) {
-    const int64_t pair = token * p.top_k + j;
-    const int id = p.ids[pair];
-    if (id < 0 || id >= p.experts) continue;  // what lies in its place may be NaN
-    const float share = p.shares[pair];
-    const float4 part = *reinterpret_cast<const float4*>(p.partial + pair * p.hidden + column);
-    total.x += share * part.x, total.y += share * part.y, total.z += share * part.z, total.w += share * part.w;
+  for (int begin = 0; begin < p.top_k; begin += kTogether) {
+    bool there[kTogether];
+    float share[kTogether];
+    float4 part[kTogether];
+#pragma unroll
+    for (int j = 0; j < kTogether; ++j) {  // all are asked for before any is waited for
+      const int64_t pair = token * p.top_k + begin + j;
+      const int id = begin + j < p.top_k ? p.ids[pair] : -1;
+      there[j] = id >= 0 && id < p.experts;  // what lies in the place of one that is not there may be NaN
+      share[j] = there[j] ? p.shares[pair] : 0.0f;
+      part[j] = there[j] ? *reinterpret_cast<const float4*>(p.partial + pair * p.hidden + column) : total;
+    }
+#pragma unroll
+    for (int j = 0; j < kTogether; ++j) {
+      if (!there[j]) continue;
+      total.x += share[j] * part[j].x, total.y += share[j] * part[j].y;
+      total.z += share[j] * part[j].z, total.w += share[j] * part[j].w;
+    }
   }
   if constexpr (sizeof(T) == 2) {
     const __nv_bfloat162 low = __floats2bfloat162_rn(total.x, total.y), high = __floats2bfloat162_rn(total.z, total.w);
@@ -561,6 +639,7 @@ int ddtree_expert_mlp_cuda(const ddtree_expert_mlp_args* args, void* stream) {
                   {bytes(args->gate_up_scale), bytes(args->down_scale)},
                   args->out,
                   reinterpret_cast<int32_t*>(workspace),
+                  reinterpret_cast<int32_t*>(workspace) + 1,
                   reinterpret_cast<int32_t*>(workspace + plan.experts_at),
                   reinterpret_cast<int32_t*>(workspace + plan.pairs_at),
                   reinterpret_cast<__nv_bfloat16*>(workspace + plan.x_at),

@@ -54,6 +54,13 @@ __device__ __forceinline__ uint32_t mask_and_set(uint32_t x, uint32_t mask, uint
   return y;
 }
 
+// a b + c of two bfloat16 each, rounded once; subnormal numbers count.
+__device__ __forceinline__ uint32_t multiply_add(uint32_t a, uint32_t b, uint32_t c) {
+  uint32_t y;
+  asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(y) : "r"(a), "r"(b), "r"(c));
+  return y;
+}
+
 // Starts a copy of 16 bytes to shared memory.
 __device__ __forceinline__ void copy16(uint32_t to, const void* from) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");

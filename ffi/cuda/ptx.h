@@ -12,6 +12,16 @@ __device__ __forceinline__ uint32_t shared_address(const void* pointer) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
 }
 
+// 16 bytes of shared memory.
+__device__ __forceinline__ uint4 load_shared(uint32_t address) {
+  uint4 x;
+  asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w)
+               : "r"(address)
+               : "memory");
+  return x;
+}
+
 // Four matrices of eight rows of 16 bytes; lane l gives the address of row l % 8 of matrix l / 8 and gets bytes
 // 4 (l % 4) .. of row l / 4 of each.
 __device__ __forceinline__ void load_matrices(uint32_t (&b)[4], uint32_t address) {

@@ -15,6 +15,7 @@
 #include <cuda_bf16.h>
 #include <cuda_runtime.h>
 #include <float.h>
+#include <stddef.h>
 #include <stdint.h>
 
 #include <algorithm>
@@ -23,6 +24,7 @@
 #include "ffi/cuda/launch.h"
 #include "ffi/cuda/ptx.h"
 #include "ffi/cuda/verify_attn.h"
+#include "ffi/cuda/verify_merge.h"
 #include "ffi/cuda/verify_plan.h"
 #include "ffi/ddtree.h"
 #include "ffi/e4m3.h"
@@ -54,7 +56,9 @@ struct SegmentAndRows : Segment {
 };
 
 constexpr int kRunOffset = kSegmentOffset + sizeof(SegmentAndRows);
-constexpr int kScaleOffset = kRunOffset + sizeof(Run);  // of an e4m3 cache: what multiplies scores, then the output
+constexpr int kNeededOffset = kRunOffset + sizeof(Run);
+// Of an e4m3 cache: what multiplies scores, then the output.
+constexpr int kScaleOffset = kNeededOffset + kTries * sizeof(int);
 constexpr int kSharedBytes = kScaleOffset + 2 * sizeof(float);
 static_assert(kSharedBytes <= 99 * 1024, "the smallest opt-in limit among sm_80 and later");
 
@@ -187,12 +191,6 @@ __device__ __forceinline__ void widen_step(const uint8_t* landing, uint8_t* stag
   widen_chunk(landing + tail_row * DDTREE_ROW_DIM + 512 + me.lane % 8 * 8,
               stage + tail_row * kRowBytes + 1024 + ((me.lane % 8 ^ tail_row % 8) << 4));
 }
-
-// What an e4m3 cache's numbers of this call's layer stand for, times themselves.
-__device__ __forceinline__ float layer_scale(const float* cache_scale, const int32_t* layer, int layers) {
-  return cache_scale == nullptr ? 1.0f : cache_scale[layer_of(layer, layers)];
-}
-
 
 // Gives every owner of rows its part of their scores, lane by lane, and keeps this warp's own.
 template <int kPart>
@@ -345,16 +343,16 @@ __global__ void __launch_bounds__(kThreads, 1) attend(const Problem p) {
   const uint32_t base = static_cast<uint32_t>(__cvta_generic_to_shared(shared));
   const uint32_t thread = threadIdx.x;
 
-  if (thread < 32) {
-    start_run(p, blockIdx.x, gridDim.x, thread, &run);
-    if (thread == 0) {
-      next_segment_and_rows<Cache>(p, &run, &segment);
-      if constexpr (kE4m3) {
-        const float scale = layer_scale(p.cache_scale, p.layer, p.layers);
-        *reinterpret_cast<float2*>(shared + kScaleOffset) = make_float2(p.log2_scale * scale, scale);
-      }
+  start_run(p, reinterpret_cast<int*>(shared + kNeededOffset), &run);
+  __syncthreads();
+  if (thread == 0) {
+    next_segment_and_rows<Cache>(p, &run, &segment);
+    if constexpr (kE4m3) {
+      const float scale = layer_scale(p.cache_scale, p.layer, p.layers);
+      *reinterpret_cast<float2*>(shared + kScaleOffset) = make_float2(p.log2_scale * scale, scale);
     }
   }
+  if (thread / 32 == kWarps - 1) list_cut_tiles(p, run.plan, 0, 1, thread % 32);
   __syncthreads();
 
   while (segment.request < p.batch) {
@@ -508,12 +506,10 @@ __global__ void __launch_bounds__(kThreads, 1) attend(const Problem p) {
         }
       }
     } else {
-      float* part_out = part_of(p, blockIdx.x, segment.part);
-      float* maxima = part_out + kTileRows * DDTREE_LATENT_DIM;
+      float* part_out = reinterpret_cast<float*>(part_of<float>(p, blockIdx.x, segment.part));
       if (me.lane % 4 == 0) {
-        const uint32_t row = me.warp * 8 + me.lane / 4;
-        maxima[row] = *me.maximum(shared);
-        maxima[kTileRows + row] = sum;
+        reinterpret_cast<float4*>(part_out + kTileRows * DDTREE_LATENT_DIM)[me.warp * 8 + me.lane / 4] =
+            make_float4(*me.maximum(shared), sum, 1.0f, 1.0f);
       }
 #pragma unroll
       for (int m = 0; m < 2; ++m)
@@ -534,118 +530,6 @@ __global__ void __launch_bounds__(kThreads, 1) attend(const Problem p) {
     if (thread == 0) next_segment_and_rows<Cache>(p, &run, &segment);
     __syncthreads();
   }
-}
-
-// Merges the parts of tiles that were cut, and gives rows past num_nodes their own latent. Rows are shared by
-// `kWarpsPerRow` warps; a block has `kRows` rows of a tile, one after the other where its warps are too few.
-template <typename Cache, int kRows, int kWarpsPerRow>
-__global__ void __launch_bounds__(kThreads) merge(const Problem p) {
-  constexpr int kWidth = DDTREE_LATENT_DIM / kWarpsPerRow, kVectors = kWidth / 128, kUnroll = kVectors == 1 ? 8 : 3;
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, column = warp % kWarpsPerRow * kWidth + lane * 4;
-  const int request_rows = p.nodes * p.heads, tiles = (request_rows + kTileRows - 1) / kTileRows;
-  const int tile = blockIdx.x / (kTileRows / kRows) % tiles, b = blockIdx.x / (kTileRows / kRows) / tiles;
-  const Request r = request_of(p, b);
-  const int first_row = tile * kTileRows + blockIdx.x % (kTileRows / kRows) * kRows, real_rows = r.nodes * p.heads;
-  const Plan plan{p.plan[0], p.plan[1] != 0};
-  const Parts parts{plan, r, chunks_of(plan, r), tile, p.plan[2 + b]};
-  const bool whole = first_row >= real_rows || parts.whole();
-  if (whole && first_row + kRows <= real_rows) return;
-  const int count = whole ? 0 : parts.count();
-  float scale = 1.0f;
-  if constexpr (sizeof(Cache) == 1) scale = layer_scale(p.cache_scale, p.layer, p.layers);
-  // Lane i knows part i, and in the next 32 parts part 32 + i.
-  const float* own = lane < count ? parts.get(p, lane) : nullptr;
-#pragma unroll 1
-  for (int i = warp / kWarpsPerRow; i < kRows; i += kWarps / kWarpsPerRow) {
-    const int row = first_row + i, tile_row = row % kTileRows;
-    if (row >= request_rows) return;
-    __nv_bfloat16* out = p.out + (static_cast<int64_t>(b) * request_rows + row) * DDTREE_LATENT_DIM + column;
-    if (row >= real_rows) {
-      const int layer = layer_of(p.layer, p.layers);
-      const Cache* latent =
-          static_cast<const Cache*>(p.cache) +
-          ((static_cast<int64_t>(layer) * p.batch + b) * p.rows + r.length + row / p.heads) * DDTREE_ROW_DIM + column;
-#pragma unroll
-      for (int v = 0; v < kVectors; ++v) {
-        if constexpr (sizeof(Cache) == 1) {
-          const uchar4 x = *reinterpret_cast<const uchar4*>(latent + v * 128);
-          *reinterpret_cast<uint2*>(out + v * 128) = make_uint2(pack(FromE4m3(x.x) * scale, FromE4m3(x.y) * scale),
-                                                                pack(FromE4m3(x.z) * scale, FromE4m3(x.w) * scale));
-        } else {
-          *reinterpret_cast<uint2*>(out + v * 128) = *reinterpret_cast<const uint2*>(latent + v * 128);
-        }
-      }
-      continue;
-    }
-    if (whole) continue;
-    float top = -INFINITY, sum = 0;
-    float4 total[kVectors] = {};
-    for (int j0 = 0; j0 < count; j0 += 32) {
-      const float* known = j0 == 0 ? own : j0 + lane < count ? parts.get(p, j0 + lane) : nullptr;
-#pragma unroll 1
-      for (int j = 0; j < min(32, count - j0); j += kUnroll) {
-        // Several parts at a time, since what takes long is the way to the first of them.
-        float4 x[kUnroll][kVectors];
-        float maxima[kUnroll], sums[kUnroll];
-#pragma unroll
-        for (int k = 0; k < kUnroll; ++k) {
-          const int source = min(j + k, 31);
-          const float* part =
-              reinterpret_cast<const float*>(__shfl_sync(~0u, reinterpret_cast<uint64_t>(known), source));
-          const bool there = part != nullptr && j + k < 32;
-          maxima[k] = there ? part[kTileRows * DDTREE_LATENT_DIM + tile_row] : -INFINITY;
-          sums[k] = there ? part[kTileRows * (DDTREE_LATENT_DIM + 1) + tile_row] : 0;
-#pragma unroll
-          for (int v = 0; v < kVectors; ++v) {
-            x[k][v] = there ? *reinterpret_cast<const float4*>(part + tile_row * DDTREE_LATENT_DIM + column + v * 128)
-                            : make_float4(0, 0, 0, 0);
-          }
-        }
-        float greatest = top;
-#pragma unroll
-        for (int k = 0; k < kUnroll; ++k) greatest = fmaxf(greatest, maxima[k]);
-        const float shrink = top == greatest ? 1.0f : power_of_two(top - greatest);
-        top = greatest;
-        sum *= shrink;
-#pragma unroll
-        for (int v = 0; v < kVectors; ++v) {
-          total[v] = make_float4(total[v].x * shrink, total[v].y * shrink, total[v].z * shrink, total[v].w * shrink);
-        }
-#pragma unroll
-        for (int k = 0; k < kUnroll; ++k) {
-          const float factor = maxima[k] == top ? 1.0f : power_of_two(maxima[k] - top);
-          sum += factor * sums[k];
-#pragma unroll
-          for (int v = 0; v < kVectors; ++v) {
-            total[v].x += factor * x[k][v].x;
-            total[v].y += factor * x[k][v].y;
-            total[v].z += factor * x[k][v].z;
-            total[v].w += factor * x[k][v].w;
-          }
-        }
-      }
-    }
-    const float inverse = scale / sum;
-#pragma unroll
-    for (int v = 0; v < kVectors; ++v) {
-      *reinterpret_cast<uint2*>(out + v * 128) = make_uint2(pack(total[v].x * inverse, total[v].y * inverse),
-                                                            pack(total[v].z * inverse, total[v].w * inverse));
-    }
-  }
-}
-
-template <typename Cache>
-int launch_merge(const Problem& p, cudaStream_t stream) {
-  const int64_t tiles = p.batch * ddtree::ceil_div(p.nodes * p.heads, kTileRows);
-  // Where rows are few, four warps share one.
-  if (tiles <= 32) {
-    merge<Cache, 2, 4><<<static_cast<int>(tiles * (kTileRows / 2)), kThreads, 0, stream>>>(p);
-  } else if (tiles <= 256) {
-    merge<Cache, 16, 1><<<static_cast<int>(tiles * (kTileRows / 16)), kThreads, 0, stream>>>(p);
-  } else {
-    merge<Cache, kTileRows, 1><<<static_cast<int>(tiles), kThreads, 0, stream>>>(p);
-  }
-  return ddtree::launch_status();
 }
 
 constexpr int kChunk = 128;  // cache rows of a step in float32
@@ -732,6 +616,11 @@ int64_t max_blocks(int64_t batch, int64_t rows, int64_t nodes, int64_t heads) {
   return std::min<int64_t>(ddtree::ceil_div(max_steps(batch, rows, nodes, heads), kMinRun), kMaxBlocks);
 }
 
+// Of the workspace, in which the list of cut tiles follows.
+size_t parts_bytes(int64_t batch, int64_t rows, int64_t nodes, int64_t heads) {
+  return static_cast<size_t>(kBlockParts * max_blocks(batch, rows, nodes, heads)) * kPartBytes<float>;
+}
+
 // Whether the kernels serve these sizes in some number of layers: what they count in 32 bits must fit.
 bool served(int64_t batch, int64_t rows, int64_t nodes, int64_t heads, int32_t dtype) {
   const int64_t bytes = ddtree::DtypeBytes(dtype);
@@ -745,8 +634,8 @@ bool served(int64_t batch, int64_t rows, int64_t nodes, int64_t heads, int32_t d
 
 size_t ddtree_verify_attn_workspace(int64_t batch, int64_t rows, int64_t nodes, int64_t heads, int32_t dtype) {
   if (dtype != DDTREE_BF16 || batch == 0 || !served(batch, rows, nodes, heads, dtype)) return 0;
-  return static_cast<size_t>(kBlockParts * max_blocks(batch, rows, nodes, heads)) * kPartFloats * sizeof(float) +
-         static_cast<size_t>(2 + batch) * sizeof(int);
+  return parts_bytes(batch, rows, nodes, heads) + offsetof(CutTiles, tiles) +
+         batch * ddtree::ceil_div(nodes * heads, kTileRows) * sizeof(CutTile);
 }
 
 int ddtree_verify_attn_cuda(const ddtree_verify_attn_args* args, void* stream) {
@@ -792,8 +681,7 @@ int ddtree_verify_attn_cuda(const ddtree_verify_attn_args* args, void* stream) {
   const bool has_hopper = major == 9 && minor == 0;
   if (args->path == DDTREE_PATH_HOPPER && !has_hopper) return DDTREE_INVALID_ARGUMENT;
   const bool hopper = has_hopper && !e4m3 && args->path != DDTREE_PATH_PORTABLE;
-  float* parts = static_cast<float*>(args->workspace);
-  const int64_t part_floats = kBlockParts * max_blocks(batch, rows, nodes, heads) * kPartFloats;
+  uint8_t* parts = static_cast<uint8_t*>(args->workspace);
   const Problem problem{static_cast<const __nv_bfloat16*>(args->query),
                         args->cache,
                         args->ancestors,
@@ -802,7 +690,7 @@ int ddtree_verify_attn_cuda(const ddtree_verify_attn_args* args, void* stream) {
                         args->layer,
                         static_cast<__nv_bfloat16*>(args->out),
                         parts,
-                        reinterpret_cast<int*>(parts + part_floats),
+                        reinterpret_cast<CutTiles*>(parts + parts_bytes(batch, rows, nodes, heads)),
                         layers,
                         batch,
                         rows,
@@ -814,9 +702,10 @@ int ddtree_verify_attn_cuda(const ddtree_verify_attn_args* args, void* stream) {
                         args->cache_scale};
   const int blocks = static_cast<int>(std::min<int64_t>(max_blocks(batch, rows, nodes, heads), processors));
   if (hopper) {
-    if (const int status = attend_hopper(problem, blocks, cuda_stream); status != DDTREE_OK) return status;
-  } else {
-    portable<<<blocks, kThreads, kSharedBytes, cuda_stream>>>(problem);
+    const int status = attend_hopper(problem, blocks, cuda_stream);
+    return status == DDTREE_OK ? ddtree::launch_merge<__nv_bfloat16, __half>(problem, processors, cuda_stream) : status;
   }
-  return e4m3 ? launch_merge<uint8_t>(problem, cuda_stream) : launch_merge<__nv_bfloat16>(problem, cuda_stream);
+  portable<<<blocks, kThreads, kSharedBytes, cuda_stream>>>(problem);
+  return e4m3 ? ddtree::launch_merge<uint8_t, float>(problem, processors, cuda_stream)
+              : ddtree::launch_merge<__nv_bfloat16, float>(problem, processors, cuda_stream);
 }

@@ -14,6 +14,8 @@ namespace ddtree {
 constexpr int kTileRows = 64;  // query rows of a block
 constexpr int kNodeBits = 32;
 
+struct CutTiles;
+
 struct Problem {
   const __nv_bfloat16* query;
   const void* cache;  // bfloat16, or e4m3 for the portable kernel
@@ -22,8 +24,8 @@ struct Problem {
   const int32_t* num_nodes;
   const int32_t* layer;
   __nv_bfloat16* out;
-  float* parts;
-  int* plan;  // for the merge: the run, whether blocks take whole items, places before every request
+  uint8_t* parts;  // what blocks leave for the merge
+  CutTiles* cut_tiles;
   int layers, batch, rows, nodes, heads, words;
   int step_rows;  // cache rows of a step
   float log2_scale;  // of the scores, for powers of two
@@ -33,10 +35,22 @@ struct Problem {
 // The call's layer, brought among those that there are.
 __device__ __forceinline__ int layer_of(const int32_t* layer, int layers) { return min(max(*layer, 0), layers - 1); }
 
+// What an e4m3 cache's numbers of this call's layer stand for, times themselves.
+__device__ __forceinline__ float layer_scale(const float* cache_scale, const int32_t* layer, int layers) {
+  return cache_scale == nullptr ? 1.0f : cache_scale[layer_of(layer, layers)];
+}
+
 // 2^x: 0 for -inf, NaN for NaN.
 __device__ __forceinline__ float power_of_two(float x) {
   float y;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+// 1 / x to an ulp, without a call.
+__device__ __forceinline__ float reciprocal(float x) {
+  float y;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
   return y;
 }
 

@@ -17,6 +17,7 @@
 // and multiplied in the order in which they are freed.
 #include <cuda.h>
 #include <cuda_bf16.h>
+#include <cuda_fp16.h>
 #include <cuda_runtime.h>
 #include <float.h>
 #include <stdint.h>
@@ -59,8 +60,9 @@ struct Shared {
   uint64_t finished;      // all of a segment is done and read
   // This segment and the next one; loads may be a segment ahead.
   Segment segments[2];
-  uint64_t planned[2];  // what lies there is new, from the third segment on
+  uint64_t planned[2];  // what lies there is new, from the second segment on
   Run run;
+  int needed[kTries];
 };
 static_assert(sizeof(Shared) <= 227 * 1024, "what a block may have");
 
@@ -73,7 +75,7 @@ __device__ void load_tiles(const Problem& p, Shared& s, const CUtensorMap* query
   const int layer = layer_of(p.layer, p.layers);
   uint32_t tile = 0;  // of the block's run
   for (uint32_t number = 0;; ++number) {
-    if (number >= 2) sm90::wait(&s.planned[number % 2], number / 2 % 2 ^ 1);
+    if (number >= 1) sm90::wait(&s.planned[number % 2], (number - 1) / 2 % 2);
     const Segment& segment = s.segments[number % 2];
     const int request = segment.request, end_step = segment.end_step;
     if (request == p.batch) return;
@@ -98,12 +100,27 @@ __device__ void load_tiles(const Problem& p, Shared& s, const CUtensorMap* query
   }
 }
 
-// Plans the segment after the next one whenever one is finished. One thread of the loading warpgroup.
+// While the plan is made nobody loads. So each block asks the L2 cache for one tile of the queries; together they ask
+// for those with which blocks begin where all requests have all nodes.
+__device__ void prefetch_queries(const Problem& p) {
+  const int request_rows = p.nodes * p.heads, request_tiles = (request_rows + kTileRows - 1) / kTileRows;
+  const int tiles = p.batch * request_tiles;
+  const int tile = min(static_cast<int>(__fdividef(static_cast<float>(blockIdx.x) * tiles, gridDim.x)), tiles - 1);
+  const int request = tile / request_tiles, row = tile % request_tiles * kTileRows;
+  sm90::prefetch_bytes(p.query + (static_cast<int64_t>(request) * request_rows + row) * DDTREE_ROW_DIM,
+                       min(kTileRows, request_rows - row) * DDTREE_ROW_DIM * 2);
+}
+
+// Plans the next segment, whenever the one before this has left its place. One thread of the loading warpgroup.
 __device__ void plan_segments(const Problem& p, Shared& s) {
-  for (uint32_t number = 0; s.segments[number % 2].request < p.batch; ++number) {
-    while (!sm90::passed(&s.finished, number % 2)) __nanosleep(200);  // not to take turns from those who compute
-    next_segment(p, &s.run, &s.segments[number % 2]);
-    sm90::arrive(&s.planned[number % 2]);
+  for (uint32_t number = 0;; ++number) {
+    // Sleeps, not to take turns from those who compute.
+    while (number >= 1 && !sm90::passed(&s.finished, (number - 1) % 2)) __nanosleep(200);
+    Segment& next = s.segments[(number + 1) % 2];
+    next_segment(p, &s.run, &next);
+    const bool last = next.request == p.batch;
+    sm90::arrive(&s.planned[(number + 1) % 2]);
+    if (last) return;
   }
 }
 
@@ -118,9 +135,11 @@ __device__ __forceinline__ void clear_not_finite(uint8_t* keys, int thread) {
 }
 
 // Starts the product of the queries with half `kHalf` of tile `tile`; with kFirst the scores begin with it. A warpgroup
-// must issue faster than the tensor cores work, so nothing but products is between the products of a half.
+// must issue faster than the tensor cores work, so nothing but products is between the products of a half. The last box
+// of the queries is `held` in registers, which spares reads of shared memory.
 template <int kSide, int kHalf, bool kFirst>
-__device__ __forceinline__ void start_scores(Shared& s, uint32_t tile, float (&score)[32]) {
+__device__ __forceinline__ void start_scores(Shared& s, uint32_t tile, const uint32_t (&held)[4][4],
+                                             float (&score)[32]) {
   const uint64_t query = sm90::along_rows(sm90::shared_address(s.query));
   const uint64_t keys = sm90::along_rows(sm90::shared_address(s.keys[kSide]));
   sm90::wait(&s.full[kSide][kHalf], tile / 2 % 2);
@@ -130,8 +149,12 @@ __device__ __forceinline__ void start_scores(Shared& s, uint32_t tile, float (&s
 #pragma unroll
     for (int k = 0; k < 4; ++k) {
       const uint32_t offset = box * sm90::kBoxBytes + k * 32;
-      sm90::multiply_64(score, sm90::further(query, offset), sm90::further(keys, offset),
-                        !kFirst || box > first_box(kHalf) || k > 0);
+      const bool add = !kFirst || box > first_box(kHalf) || k > 0;
+      if (box == kBoxes - 1) {
+        sm90::multiply_64(score, held[k], sm90::further(keys, offset), add);
+      } else {
+        sm90::multiply_64(score, sm90::further(query, offset), sm90::further(keys, offset), add);
+      }
     }
   }
   sm90::end_products();
@@ -153,7 +176,8 @@ __device__ __forceinline__ void weigh(float (&score)[32], float (&maximum)[2], f
     top = fmaxf(top, __shfl_xor_sync(~0u, top, 1));
     top = fmaxf(top, __shfl_xor_sync(~0u, top, 2));
     const bool replaced = top > maximum[half] + kSlack;
-    factor[half] = replaced ? power_of_two(maximum[half] - top) : 1.0f;
+    // What nothing has been added to need not shrink.
+    factor[half] = replaced && maximum[half] != -INFINITY ? power_of_two(maximum[half] - top) : 1.0f;
     if (replaced) maximum[half] = top;
     const float shift = maximum[half] == -INFINITY ? 0.0f : maximum[half];  // nothing seen so far
     sum[half] *= factor[half];
@@ -177,23 +201,106 @@ __device__ __forceinline__ void rescale(float (&out)[kColumns / 2], const float 
   }
 }
 
+// The power of two that brings numbers of up to `greatest` near the greatest of float16, where its subnormals matter
+// least, and the one that brings them back. Infinity and NaN stay what they are.
+struct HalfScale {
+  float down, up;
+  __device__ __forceinline__ explicit HalfScale(float greatest) {
+    const int exponent = min(max(__float_as_int(greatest) >> 23, 15), 254);
+    down = __int_as_float(268 - exponent << 23);
+    up = __int_as_float(exponent - 14 << 23);
+  }
+};
+
+__device__ __forceinline__ uint32_t pack_half(float low, float high) {
+  const __half2 pair = __floats2half2_rn(low, high);
+  return *reinterpret_cast<const uint32_t*>(&pair);
+}
+
+// Stores a warp's 16 rows of a warpgroup's columns, `pair` of each two numbers: the thread's upper row from to[0] on, the
+// one 8 below from to[1] on, where they are `real`. Goes through `staging`, 1 KB for the warp, 32 columns at a time:
+// threads hold two columns of a row each, and memory wants sectors.
+template <typename Number, typename Pair>
+__device__ __forceinline__ void store_rows(const float (&out)[kColumns / 2], uint8_t* staging, int lane,
+                                           const bool (&real)[2], Number* const (&to)[2], const Pair& pair) {
+  static_assert(sizeof(Number) == 2, "a pair is a word");
+  const auto chunk = [&](int row, int column) {
+    return sm90::shared_address(staging) + row * 64 + ((column ^ row / 2 % 4) << 4);
+  };
+#pragma unroll
+  for (int n = 0; n < kColumns / 8; n += 4) {
+#pragma unroll
+    for (int i = 0; i < 4; i += 2) {
+      uint32_t x[4];
+#pragma unroll
+      for (int k = 0; k < 4; ++k) {
+        const int at = (n + i + k / 2) * 4 + k % 2 * 2;
+        x[k] = pair(k % 2, out[at], out[at + 1]);
+      }
+      sm90::store_matrices(chunk(lane % 16, i + lane / 16), x);
+    }
+    __syncwarp();
+    uint4 x[2];
+#pragma unroll
+    for (int half = 0; half < 2; ++half) x[half] = load_shared(chunk(half * 8 + lane / 4, lane % 4));
+    __syncwarp();
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      if (real[half]) *reinterpret_cast<uint4*>(to[half] + (n + lane % 4) * 8) = x[half];
+    }
+  }
+}
+
+// The same number, from which the compiler can prepare nothing before all the loops: what it kept would not fit in the
+// registers.
+__device__ __forceinline__ int hidden(int x) {
+  asm volatile("" : "+r"(x));
+  return x;
+}
+
 // What a warpgroup does; `thread` counts inside it.
 template <int kSide>
 __device__ __forceinline__ void attend_side(const Problem& p, Shared& s, int thread) {
   const int warp = thread / 32, lane = thread % 32;
   const int upper = warp * 16 + lane / 4;  // the thread's rows are this one and the one 8 below
   uint32_t tile = 0;                       // of the block's run
+  uint32_t held[4][4];
+  float score[32];
+  const auto hold_query = [&](uint32_t number) {
+    sm90::wait(&s.query_full, number % 2);
+    const int place = hidden(thread), row = place / 32 * 16 + place % 16;
+    const uint32_t from = sm90::shared_address(s.query + (kBoxes - 1) * sm90::kBoxBytes) + row * 128;
+#pragma unroll
+    for (int k = 0; k < 4; ++k) load_matrices(held[k], from + ((k * 2 + place % 32 / 16 ^ row % 8) << 4));
+  };
+  const auto begin_scores = [&] {
+    start_scores<kSide, kSide, true>(s, tile, held, score);
+    start_scores<kSide, kSide ^ 1, false>(s, tile, held, score);
+  };
+  const auto end_scores = [&] {
+    sm90::wait_products<0>();
+    if (kSide == 0 && lane == 0) sm90::arrive(&s.scored);
+    sm90::pin(score);
+  };
+  if (s.segments[0].request < p.batch) {
+    hold_query(0);
+    if (kSide == 0) {
+      begin_scores();
+      end_scores();
+    }
+  }
   for (uint32_t number = 0;; ++number) {
     if (s.segments[number % 2].request == p.batch) return;
     // Read where it is needed: registers are what a thread lacks.
     const Segment& segment = s.segments[number % 2];
-    const int first_step = segment.step, length = segment.length;
-    const uint32_t first = tile, end = tile + (segment.end_step - first_step);
+    const uint32_t first = tile, end = tile + (segment.end_step - segment.step);
+    // The first tile with a row that not all nodes see.
+    const int masked = static_cast<int>(tile) + segment.length / kHopperStep - segment.step;
 
-    float out[kColumns / 2], score[32], maximum[2] = {-INFINITY, -INFINITY}, sum[2] = {}, factor[2];
+    float out[kColumns / 2], maximum[2] = {-INFINITY, -INFINITY}, sum[2] = {}, factor[2];
 #pragma unroll
     for (int i = 0; i < kColumns / 2; ++i) out[i] = 0;
-    sm90::wait(&s.query_full, number % 2);
+    sm90::wait(&s.finished, number % 2 ^ 1);  // nobody still reads sums or stored rows of the segment before
     if (first % 2 != kSide && first + 1 == end && lane == 0) sm90::arrive(&s.query_empty);  // it multiplies none
 
     // The tile of the other warpgroup: its weights times this one's columns. The other one has seen the tile arrive.
@@ -224,21 +331,22 @@ __device__ __forceinline__ void attend_side(const Problem& p, Shared& s, int thr
     // A tile of this one: scores, weights, and the product.
     const auto own_tile = [&] {
       if (tile + 2 >= end && lane == 0) sm90::arrive(&s.query_empty);
-      const int key = (first_step + static_cast<int>(tile - first)) * kHopperStep;
 #pragma unroll
       for (int i = 0; i < 32; ++i) score[i] *= p.log2_scale;
-      if (__builtin_expect(key + kHopperStep > length, 0)) {
+      if (__builtin_expect(static_cast<int>(tile) >= masked, 0)) {
         sm90::sync_at(kGroup + kSide, kGroupThreads);  // every warp's scores are there
         clear_not_finite(s.keys[kSide], thread);
         sm90::fence_writes();
         sm90::sync_at(kGroup + kSide, kGroupThreads);
+        // Of the tile's first row, counted from the tree's.
+        const int row = (segment.end_step - static_cast<int>(end - tile)) * kHopperStep - segment.length;
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
           const int node = min((segment.tile * kTileRows + upper + half * 8) / p.heads, segment.nodes - 1);
           const uint32_t* ancestors = p.ancestors + (static_cast<int64_t>(segment.request) * p.nodes + node) * p.words;
 #pragma unroll
           for (int w = 0; w < 2; ++w) {
-            const uint32_t seen = visible(ancestors, p.words, key + w * 32 - length, segment.nodes) >> lane % 4 * 2;
+            const uint32_t seen = visible(ancestors, p.words, row + w * 32, segment.nodes) >> lane % 4 * 2;
 #pragma unroll
             for (int i = 0; i < 8; ++i) {
               float& x = score[(w * 4 + i / 2) * 4 + half * 2 + i % 2];
@@ -279,35 +387,28 @@ __device__ __forceinline__ void attend_side(const Problem& p, Shared& s, int thr
       sm90::pin(out);
       if (lane == 0) sm90::arrive(&s.empty[kSide][kSide]);
     };
-    if (first % 2 == kSide) {
-      start_scores<kSide, kSide, true>(s, tile, score);
-      start_scores<kSide, kSide ^ 1, false>(s, tile, score);
-      sm90::wait_products<0>();
-      if (kSide == 0 && lane == 0) sm90::arrive(&s.scored);
-      sm90::pin(score);
-      own_tile();
-      ++tile;
-    }
-    while (tile + 1 < end) {
-      if (kSide == 0) {
-        other_tile();
-        start_scores<0, 0, true>(s, tile + 1, score);
-        sm90::wait_products<1>();
-        sm90::pin(out);
-        if (lane == 0) sm90::arrive(&s.empty[1][0]);
-        start_scores<0, 1, false>(s, tile + 1, score);
-        sm90::wait_products<0>();
-        if (lane == 0) sm90::arrive(&s.scored);
-      } else {
-        // After the other's scores: their softmax then goes on beside this product.
-        sm90::wait(&s.scored, tile / 2 % 2);
-        start_scores<1, 1, true>(s, tile + 1, score);
-        start_scores<1, 0, false>(s, tile + 1, score);
-        other_tile();
-        sm90::wait_products<1>();
+    for (bool scored = first % 2 == kSide; scored || tile + 1 < end; scored = false) {
+      if (!scored) {
+        if (kSide == 0) {
+          other_tile();
+          start_scores<0, 0, true>(s, tile + 1, held, score);
+          sm90::wait_products<1>();
+          sm90::pin(out);
+          if (lane == 0) sm90::arrive(&s.empty[1][0]);
+          start_scores<0, 1, false>(s, tile + 1, held, score);
+          sm90::wait_products<0>();
+          if (lane == 0) sm90::arrive(&s.scored);
+        } else {
+          // After the other's scores: their softmax then goes on beside this product.
+          sm90::wait(&s.scored, tile / 2 % 2);
+          start_scores<1, 1, true>(s, tile + 1, held, score);
+          start_scores<1, 0, false>(s, tile + 1, held, score);
+          other_tile();
+          sm90::wait_products<1>();
+        }
+        sm90::pin(score);
+        ++tile;
       }
-      sm90::pin(score);
-      ++tile;
       own_tile();
       ++tile;
     }
@@ -319,7 +420,9 @@ __device__ __forceinline__ void attend_side(const Problem& p, Shared& s, int thr
       ++tile;
     }
 
-    sm90::wait(&s.finished, number % 2 ^ 1);  // the sums of the segment before have been read
+    // The next segment is planned. Also, whoever plans has then seen the end of the one before: it could not tell two
+    // ends from none.
+    sm90::wait(&s.planned[(number + 1) % 2], number / 2 % 2);
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       sum[half] += __shfl_xor_sync(~0u, sum[half], 1);
@@ -327,40 +430,54 @@ __device__ __forceinline__ void attend_side(const Problem& p, Shared& s, int thr
       if (lane % 4 == 0) s.sum[kSide][upper + half * 8] = sum[half];
     }
     sm90::arrive(&s.summed);
-    sm90::wait(&s.summed, number % 2);
-    const bool whole = first_step == 0 && segment.end_step == segment.steps;
-    float* part = part_of(p, blockIdx.x, segment.part);
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const int row = upper + half * 8, query_row = segment.tile * kTileRows + row;
-      const float total = s.sum[0][row] + s.sum[1][row];
-      const int column = kSide * kColumns + lane % 4 * 2;
+    const auto write = [&] {
+      sm90::wait(&s.summed, number % 2);
+      const bool whole = segment.step == 0 && segment.end_step == segment.steps;
+      const int place = hidden(thread), lane = place % 32, row = place / 32 * 16 + lane / 4;
+      uint8_t* staging = s.weights + (kSide * 4 + place / 32) * 1024;  // all have read the last weights
+      const int query_row = segment.tile * kTileRows + row, real_rows = segment.nodes * p.heads;
+      const bool real[2] = {query_row < real_rows, query_row + 8 < real_rows};
+      const float total[2] = {s.sum[0][row] + s.sum[1][row], s.sum[0][row + 8] + s.sum[1][row + 8]};
       if (whole) {
-        if (query_row < segment.nodes * p.heads) {
-          const float inverse = 1.0f / total;
-          const int64_t index = static_cast<int64_t>(segment.request) * p.nodes * p.heads + query_row;
-          __nv_bfloat16* to = p.out + index * DDTREE_LATENT_DIM + column;
+        const int64_t index = static_cast<int64_t>(segment.request) * p.nodes * p.heads + query_row;
+        __nv_bfloat16* to = p.out + index * DDTREE_LATENT_DIM + kSide * kColumns;
+        const float inverse[2] = {reciprocal(total[0]), reciprocal(total[1])};
+        const auto pair = [&](int half, float x, float y) { return pack(x * inverse[half], y * inverse[half]); };
+        store_rows<__nv_bfloat16>(out, staging, lane, real, {to, to + 8 * DDTREE_LATENT_DIM}, pair);
+      } else {
+        __half* part = reinterpret_cast<__half*>(part_of<__half>(p, blockIdx.x, segment.part));
+        float down[2];
 #pragma unroll
-          for (int n = 0; n < kColumns / 8; ++n) {
-            *reinterpret_cast<uint32_t*>(to + n * 8) =
-                pack(out[n * 4 + half * 2] * inverse, out[n * 4 + half * 2 + 1] * inverse);
+        for (int half = 0; half < 2; ++half) {
+          float greatest = 0;
+#pragma unroll
+          for (int n = 0; n < kColumns / 4; ++n) greatest = fmaxf(greatest, fabsf(out[n / 2 * 4 + half * 2 + n % 2]));
+          greatest = fmaxf(greatest, __shfl_xor_sync(~0u, greatest, 1));
+          greatest = fmaxf(greatest, __shfl_xor_sync(~0u, greatest, 2));
+          const HalfScale scale(greatest);
+          down[half] = scale.down;
+          if (real[half] && lane % 4 == 0) {
+            PartRow* said = reinterpret_cast<PartRow*>(part + kTileRows * DDTREE_LATENT_DIM) + row + half * 8;
+            said->scale[kSide] = scale.up;
+            if (kSide == 0) *reinterpret_cast<float2*>(said) = make_float2(maximum[half], total[half]);
           }
         }
-      } else {
-        if (kSide == 0 && lane % 4 == 0) {
-          part[kTileRows * DDTREE_LATENT_DIM + row] = maximum[half];
-          part[kTileRows * (DDTREE_LATENT_DIM + 1) + row] = total;
-        }
-        float* to = part + row * DDTREE_LATENT_DIM + column;
-#pragma unroll
-        for (int n = 0; n < kColumns / 8; ++n) {
-          *reinterpret_cast<float2*>(to + n * 8) = make_float2(out[n * 4 + half * 2], out[n * 4 + half * 2 + 1]);
-        }
+        __half* to = part + row * DDTREE_LATENT_DIM + kSide * kColumns;
+        const auto pair = [&](int half, float x, float y) { return pack_half(x * down[half], y * down[half]); };
+        store_rows<__half>(out, staging, lane, real, {to, to + 8 * DDTREE_LATENT_DIM}, pair);
       }
+    };
+    const bool more = s.segments[(number + 1) % 2].request < p.batch;
+    if (more && tile % 2 == kSide) {
+      // The next products go on while this is written.
+      hold_query(number + 1);
+      begin_scores();
+      write();
+      end_scores();
+    } else {
+      write();
+      if (more) hold_query(number + 1);
     }
-    // The next segment is planned. Also, whoever plans has then seen the end of the one before: it could not tell two
-    // ends from none.
-    if (number >= 1) sm90::wait(&s.planned[(number + 1) % 2], (number + 1) / 2 % 2 ^ 1);
     sm90::arrive(&s.finished);
   }
 }
@@ -372,13 +489,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   extern __shared__ __align__(1024) uint8_t memory[];
   Shared& s = *reinterpret_cast<Shared*>(memory);
   const int thread = threadIdx.x, lane = thread % 32;
-  if (thread < 32) {
-    start_run(p, blockIdx.x, gridDim.x, lane, &s.run);
-    if (lane == 0) {
-      next_segment(p, &s.run, &s.segments[0]);
-      next_segment(p, &s.run, &s.segments[1]);
-    }
-  } else if (thread == 32) {
+  if (thread == kComputeThreads) {
     for (int buffer = 0; buffer < 2; ++buffer) {
       for (int half = 0; half < 2; ++half) {
         sm90::init_barrier(&s.full[buffer][half], 1);
@@ -393,10 +504,13 @@ __global__ void __launch_bounds__(kThreads, 1)
     sm90::init_barrier(&s.query_full, 1);
     sm90::init_barrier(&s.query_empty, kComputeThreads / 32);
     sm90::fence_barrier_init();
-  } else if (thread == 64) {
+  } else if (thread == kComputeThreads + 32) {
     sm90::prefetch(&query_map);
     sm90::prefetch(&cache_map);
   }
+  if (thread == kComputeThreads + 64) prefetch_queries(p);
+  start_run(p, s.needed, &s.run);
+  if (thread == 0) next_segment(p, &s.run, &s.segments[0]);
   __syncthreads();
   // As the compiler must know, a warpgroup goes one way.
   const int group = __shfl_sync(~0u, thread / kGroupThreads, 0);
@@ -409,6 +523,8 @@ __global__ void __launch_bounds__(kThreads, 1)
     if (group == 0) {
       attend_side<0>(p, s, thread);
     } else {
+      // This one has nothing to do until the other one has weights.
+      list_cut_tiles(p, s.run.plan, (thread - kGroupThreads) / 32, kGroupThreads / 32, lane);
       attend_side<1>(p, s, thread - kGroupThreads);
     }
   }

@@ -7,10 +7,16 @@
 // and each row should come from memory once. So blocks that run together must be near each other in the cache. The
 // steps of a request are cut into chunks of about a block's run; the order of all work is request, chunk, tile, step.
 // An item is a chunk of a tile. If that balances, a block takes whole items: one chunk, or as many whole tiles as fit
-// in a run. Otherwise each takes an equal run of the order, which may cut the first and the last item; it does the last
-// one's beginning first, so that at any time all blocks are about equally far in their chunks.
+// in a run. Else, where all tiles are about equally long and there is one for each block, every block first takes the
+// same number of whole tiles; what is left, or all of it where the tiles are too long or too different, is cut into
+// equal runs of the order. A run may cut its first and its last item; a block does the last one's beginning first, so
+// that at any time all blocks are about equally far in their chunks.
 //
-// An item that is not a whole tile, or was cut, leaves parts in the workspace, which a second launch merges.
+// An item that is not a whole tile, or was cut, leaves parts in the workspace, which a second launch merges by a list of
+// the tiles that are cut.
+//
+// Every block makes the plan before it can load anything, in each call with instructions that no cache holds yet. So
+// what counts is how many divisions follow one another, and how much code there is: no loop over requests is unrolled.
 #ifndef DDTREE_FFI_CUDA_VERIFY_PLAN_H_
 #define DDTREE_FFI_CUDA_VERIFY_PLAN_H_
 
@@ -24,23 +30,38 @@
 
 namespace ddtree {
 
-constexpr int kMinRun = 2;  // steps below which another block costs more than it saves
-constexpr int kPartFloats = kTileRows * (DDTREE_LATENT_DIM + 2);  // output, then maxima, then sums
-constexpr int kBlockParts = 3;                                    // that a block can leave
+constexpr int kMinRun = 2;      // steps below which another block costs more than it saves
+constexpr int kShortRun = 32;   // steps in which blocks cannot get far from each other
+constexpr int kBlockParts = 3;  // that a block can leave
+
+// What a part says of a row. The output stands for itself times `scale`, one for each half of the columns.
+struct PartRow {
+  float maximum, sum, scale[2];
+};
+
+// Bytes of a part: 64 rows of output, then what is said of them.
+template <typename Number>
+constexpr int kPartBytes = kTileRows * (DDTREE_LATENT_DIM * sizeof(Number) + sizeof(PartRow));
 
 // Places in the order of all work are 32-bit numbers; the launcher refuses problems with more than kMostSteps steps.
 constexpr int64_t kMostSteps = 1 << 30;
 
+// a / b of numbers that are not negative: of signed numbers it is twice the instructions.
+DDTREE_PLAN int over(int a, int b) { return static_cast<int>(static_cast<unsigned>(a) / static_cast<unsigned>(b)); }
+
 struct Plan {
   int run;     // steps of a block, or the most of them
   bool whole;  // a block takes whole items; its places in the order are then `run`, used or not
+  // Whole tiles that a block takes before its run, block by block in the order of requests and tiles; the first tile
+  // after all of those. They have no places in the order.
+  int tiles, request, tile;
 };
 
 struct Request {
   int length;  // rows that every node sees
   int nodes;   // real ones
   int tiles;
-  int steps;   // of a tile
+  int steps;  // of a tile
 };
 
 DDTREE_PLAN Request request_of(const Problem& p, int b) {
@@ -48,30 +69,44 @@ DDTREE_PLAN Request request_of(const Problem& p, int b) {
   r.length = min(max(p.lengths[b], 0), p.rows - p.nodes);
   r.nodes = min(max(p.num_nodes[b], 0), p.nodes);
   r.tiles = (r.nodes * p.heads + kTileRows - 1) / kTileRows;
-  r.steps = (r.length + r.nodes + p.step_rows - 1) / p.step_rows;
+  r.steps = (r.length + r.nodes + p.step_rows - 1) >> (p.step_rows == 64 ? 6 : 5);
+  return r;
+}
+
+// The first tile of a request that has places in the order.
+DDTREE_PLAN int first_tile(const Plan& plan, int b, const Request& r) {
+  return b < plan.request ? r.tiles : b == plan.request ? plan.tile : 0;
+}
+
+// What of a request has places in the order; its tiles count from first_tile.
+DDTREE_PLAN Request rest_of(const Problem& p, const Plan& plan, int b) {
+  Request r = request_of(p, b);
+  r.tiles -= first_tile(plan, b, r);
   return r;
 }
 
 // Into how many chunks the steps of a request are cut. Where items may be cut again, chunks are of about a run, so that
-// an item meets three blocks at most, and a block has at most one item that is a whole chunk but no whole tile.
+// an item meets three blocks at most, and a block has at most one item that is a whole chunk but no whole tile. Short
+// runs beside whole tiles leave the fewest parts when they follow each other down a tile.
 DDTREE_PLAN int chunks_of(const Plan& plan, const Request& r) {
-  if (plan.whole) return (r.steps + plan.run - 1) / plan.run;
-  return max(1, min((2 * r.steps + plan.run) / (2 * plan.run), r.steps / (plan.run / 2 + 1)));
+  if (plan.whole) return over(r.steps + plan.run - 1, plan.run);
+  if (plan.tiles > 0 && plan.run <= kShortRun) return 1;
+  return max(1, min(over(2 * r.steps + plan.run, 2 * plan.run), over(r.steps, plan.run / 2 + 1)));
 }
 
-// The first step of a chunk. The chunks' lengths differ by one at most, the longer ones first.
-DDTREE_PLAN int chunk_begin(const Request& r, int chunks, int chunk) {
-  const int length = r.steps / chunks;
-  return chunk * length + min(chunk, r.steps - chunks * length);
+// The first step of a chunk of a tile of `steps`. The chunks' lengths differ by one at most, the longer ones first.
+DDTREE_PLAN int chunk_begin(int steps, int chunks, int chunk) {
+  const int length = over(steps, chunks);
+  return chunk * length + min(chunk, steps - chunks * length);
 }
 
 // Whole tiles of a request that a block can take, if its run is that long.
-DDTREE_PLAN int tiles_of_run(const Plan& plan, const Request& r) { return plan.run / max(r.steps, 1); }
+DDTREE_PLAN int tiles_of_run(const Plan& plan, const Request& r) { return over(plan.run, max(r.steps, 1)); }
 
 // Blocks that take whole items of a request.
 DDTREE_PLAN int blocks_of(const Plan& plan, const Request& r) {
   const int together = max(tiles_of_run(plan, r), 1);
-  return (r.tiles + together - 1) / together * chunks_of(plan, r);
+  return over(r.tiles + together - 1, together) * chunks_of(plan, r);
 }
 
 // Places in the order that a request takes.
@@ -79,12 +114,9 @@ DDTREE_PLAN int places_of(const Plan& plan, const Request& r) {
   return plan.whole ? blocks_of(plan, r) * plan.run : r.tiles * r.steps;
 }
 
-// Sum of `value` over the lanes of a warp.
-__device__ __forceinline__ int warp_sum(int value) {
-#pragma unroll
-  for (int d = 16; d > 0; d /= 2) value += __shfl_xor_sync(~0u, value, d);
-  return value;
-}
+// Sum and greatest of `value` over the lanes of a warp.
+__device__ __forceinline__ int warp_sum(int value) { return __reduce_add_sync(~0u, value); }
+__device__ __forceinline__ int warp_max(int value) { return __reduce_max_sync(~0u, value); }
 
 // Sum of `value` over the lanes up to this one.
 __device__ __forceinline__ int prefix_sum(int value, int lane) {
@@ -96,51 +128,47 @@ __device__ __forceinline__ int prefix_sum(int value, int lane) {
   return value;
 }
 
-// All lanes of a warp call it and get the same; `places` becomes how many the order has.
-__device__ __forceinline__ Plan make_plan(const Problem& p, int blocks, int lane, int* places) {
-  int steps = 0;
-  for (int b = lane; b < p.batch; b += 32) {
-    const Request r = request_of(p, b);
-    steps += r.tiles * r.steps;
-  }
-  *places = steps = warp_sum(steps);
-  const Plan plan{max(kMinRun, (steps + blocks - 1) / blocks), false};
-  // Whole items need longer runs, up to what cutting and merging costs. Eight lengths are tried, each by four lanes.
-  const int most = min(plan.run / 8 + 2, 8);
-  const Plan tried{plan.run + (most * (lane % 8) + 6) / 7, true};
-  int needed = 0;
-  for (int b = lane / 8; b < p.batch; b += 4) needed += blocks_of(tried, request_of(p, b));
-  needed += __shfl_xor_sync(~0u, needed, 8);
-  needed += __shfl_xor_sync(~0u, needed, 16);
-  const unsigned enough = __ballot_sync(~0u, needed <= blocks);
-  if (enough == 0) return plan;
-  const int chosen = __ffs(enough) - 1;
-  const Plan whole{__shfl_sync(~0u, tried.run, chosen), true};
-  *places = __shfl_sync(~0u, needed, chosen) * whole.run;
-  return whole;
-}
-
-// The requests that hold places `first` and `second`, and the places before them; `batch` if there is none. With
-// `table`, the places before every request are written there.
+// The request that holds something, and what is before the request; `batch` if there is none.
 struct Found {
   int request, before;
 };
-__device__ __forceinline__ void find_requests(const Problem& p, const Plan& plan, int first, int second, int lane,
-                                              int* table, Found* first_found, Found* second_found) {
-  int sum = 0;
+
+// Looks whether one of a warp's requests, `b` of this lane, holds `at`; the lane's own has [begin, end).
+__device__ __forceinline__ void look(int at, int b, int lane, int begin, int end, Found* found) {
+  const unsigned here = __ballot_sync(~0u, begin <= at && at < end);
+  if (here == 0) return;
+  const int source = __ffs(here) - 1;
+  *found = {b - lane + source, __shfl_sync(~0u, begin, source)};
+}
+
+// The requests that hold tiles `first` and `second` of all tiles. `steps` becomes those of the tiles before `second`.
+__device__ __forceinline__ void find_tiles(const Problem& p, int first, int second, int lane, Found* first_found,
+                                           Found* second_found, int* steps) {
   *first_found = *second_found = {p.batch, 0};
-  const auto look = [&](int at, int b, int begin, int end, Found* found) {
-    const unsigned here = __ballot_sync(~0u, begin <= at && at < end);
-    if (here == 0) return;
-    const int source = __ffs(here) - 1;
-    *found = {b - lane + source, __shfl_sync(~0u, begin, source)};
-  };
+  int sum = 0, own_steps = 0;
+#pragma unroll 1
   for (int b = lane; b - lane < p.batch; b += 32) {
-    const int places = b < p.batch ? places_of(plan, request_of(p, b)) : 0;
+    const Request r = b < p.batch ? request_of(p, b) : Request{};
+    const int end = sum + prefix_sum(r.tiles, lane), begin = end - r.tiles;
+    look(first, b, lane, begin, end, first_found);
+    look(second, b, lane, begin, end, second_found);
+    own_steps += min(max(second - begin, 0), r.tiles) * r.steps;
+    sum = __shfl_sync(~0u, end, 31);
+  }
+  *steps = warp_sum(own_steps);
+}
+
+// The requests that hold places `first` and `second` of the order.
+__device__ __forceinline__ void find_places(const Problem& p, const Plan& plan, int first, int second, int lane,
+                                            Found* first_found, Found* second_found) {
+  *first_found = *second_found = {p.batch, 0};
+  int sum = 0;
+#pragma unroll 1
+  for (int b = lane; b - lane < p.batch; b += 32) {
+    const int places = b < p.batch ? places_of(plan, rest_of(p, plan, b)) : 0;
     const int end = sum + prefix_sum(places, lane), begin = end - places;
-    look(first, b, begin, end, first_found);
-    look(second, b, begin, end, second_found);
-    if (table != nullptr && b < p.batch) table[b] = begin;
+    look(first, b, lane, begin, end, first_found);
+    look(second, b, lane, begin, end, second_found);
     sum = __shfl_sync(~0u, end, 31);
   }
 }
@@ -154,20 +182,21 @@ struct Item {
 DDTREE_PLAN Item item_at(const Plan& plan, const Request& r, int from) {
   const int chunks = chunks_of(plan, r);
   if (plan.whole) {
-    const int number = from / plan.run;
+    const int number = over(from, plan.run);
     if (chunks == 1) {
-      const int tile = (from - number * plan.run) / r.steps;
+      const int tile = over(from - number * plan.run, r.steps);
       return {number * tiles_of_run(plan, r) + tile, 0, r.steps, number * plan.run + tile * r.steps};
     }
-    const int chunk = number / r.tiles;
-    return {number - chunk * r.tiles, chunk_begin(r, chunks, chunk), chunk_begin(r, chunks, chunk + 1),
+    const int chunk = over(number, r.tiles);
+    return {number - chunk * r.tiles, chunk_begin(r.steps, chunks, chunk), chunk_begin(r.steps, chunks, chunk + 1),
             number * plan.run};
   }
   // The chunk of the step reached if all tiles went side by side.
-  const int step = from / r.tiles, length = r.steps / chunks, longer = r.steps - chunks * length;
-  const int chunk = step < longer * (length + 1) ? step / (length + 1) : (step - longer) / length;
-  const int begin = chunk_begin(r, chunks, chunk), end = chunk_begin(r, chunks, chunk + 1);
-  const int tile = (from - r.tiles * begin) / (end - begin);
+  const int step = over(from, r.tiles), length = over(r.steps, chunks), longer = r.steps - chunks * length;
+  const bool early = step < longer * (length + 1);
+  const int chunk = over(early ? step : step - longer, early ? length + 1 : length);
+  const int begin = chunk_begin(r.steps, chunks, chunk), end = chunk_begin(r.steps, chunks, chunk + 1);
+  const int tile = over(from - r.tiles * begin, end - begin);
   return {tile, begin, end, r.tiles * begin + tile * (end - begin)};
 }
 
@@ -185,10 +214,25 @@ struct Run {
   int request;
   // The same of what comes after the item that was begun first.
   int later_request, later_at, later_left, later_before;
+  // Whole tiles that come before all that, and the next of them.
+  int tiles, tile_request, tile;
 };
+
+constexpr int kTries = 8;  // lengths of whole items
 
 // Moves to the next item of the run; the segment's request is `batch` when nothing is left. One thread calls it.
 DDTREE_PLAN void next_segment(const Problem& p, Run* run, Segment* s) {
+  if (run->tiles > 0) {
+    --run->tiles;
+    // Requests may have no tile.
+    Request r = request_of(p, run->tile_request);
+    while (run->tile >= r.tiles) {
+      r = request_of(p, ++run->tile_request);
+      run->tile = 0;
+    }
+    *s = {run->tile_request, run->tile++, 0, r.steps, r.steps, r.length, r.nodes, 1};
+    return;
+  }
   if (run->left <= 0 && run->later_left > 0) {
     run->request = run->later_request;
     run->at = run->later_at;
@@ -196,10 +240,10 @@ DDTREE_PLAN void next_segment(const Problem& p, Run* run, Segment* s) {
     run->before = run->later_before;
     run->later_left = 0;
   }
-  const Plan plan = run->plan;
+  const Plan& plan = run->plan;
 #pragma unroll 1
   for (int b = run->request; b < p.batch && run->left > 0; run->request = ++b) {
-    const Request r = request_of(p, b);
+    const Request r = rest_of(p, plan, b);
     const int places = places_of(plan, r), from = run->at - run->before;
     if (from >= places) {
       run->before += places;
@@ -212,7 +256,7 @@ DDTREE_PLAN void next_segment(const Problem& p, Run* run, Segment* s) {
     const Item item = item_at(plan, r, from);
     const int step = item.begin + from - item.place;
     const int end = plan.whole ? item.end : min(item.end, step + run->left);
-    s->tile = item.tile;
+    s->tile = item.tile + (b == plan.request ? plan.tile : 0);
     s->step = step;
     s->end_step = end;
     s->part = step > item.begin ? 0 : end == item.end ? 1 : 2;
@@ -230,9 +274,9 @@ DDTREE_PLAN void next_segment(const Problem& p, Run* run, Segment* s) {
 // A block's run of places [at, end), the first and the last of which the two found requests hold.
 DDTREE_PLAN void begin_run(const Problem& p, const Plan& plan, int at, int end, const Found& first,
                                           const Found& last, Run* run) {
-  *run = {plan, at, end - at, first.before, first.request, first.request, at, 0, first.before};
+  *run = {plan, at, end - at, first.before, first.request, first.request, at, 0, first.before, 0, 0, 0};
   if (plan.whole || at >= end) return;
-  const Item item = item_at(plan, request_of(p, last.request), end - 1 - last.before);
+  const Item item = item_at(plan, rest_of(p, plan, last.request), end - 1 - last.before);
   const int begun = last.before + item.place;
   if (begun > at && begun + item.end - item.begin > end) {
     run->later_left = begun - at;
@@ -243,51 +287,146 @@ DDTREE_PLAN void begin_run(const Problem& p, const Plan& plan, int at, int end, 
   }
 }
 
-// A block's run. All lanes of one warp call it; lane 0 writes, and all of the first block's, what the merge needs.
-__device__ __forceinline__ void start_run(const Problem& p, int block, int blocks, int lane, Run* run) {
-  int places;
-  const Plan plan = make_plan(p, blocks, lane, &places);
+// Makes the plan and the block's run. All threads call it, eight warps at least, and `run` is there when they are
+// together again; `needed` is shared memory for kTries.
+__device__ __forceinline__ void start_run(const Problem& p, int* needed, Run* run) {
+  const int block = blockIdx.x, blocks = gridDim.x, lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  int steps = 0, tiles = 0, longest = 0;
+  if (warp < kTries) {
+#pragma unroll 1
+    for (int b = lane; b < p.batch; b += 32) {
+      const Request r = request_of(p, b);
+      steps += r.tiles * r.steps;
+      tiles += r.tiles;
+      if (r.tiles > 0) longest = max(longest, r.steps);
+    }
+    steps = warp_sum(steps);
+  }
+  // Whole items need longer runs, up to what cutting and merging costs. Each of eight warps tries one length.
+  const int even = max(kMinRun, over(steps + blocks - 1, blocks)), most = min(even / 8 + 2, 8);
+  if (warp < kTries) {
+    const Plan tried{even + (most * warp + 6) / 7, true};
+    int own = 0;
+#pragma unroll 1
+    for (int b = lane; b < p.batch; b += 32) own += blocks_of(tried, request_of(p, b));
+    own = warp_sum(own);
+    if (lane == 0) needed[warp] = own;
+  }
+  __syncthreads();
+  if (warp != 0) return;
+  const int own_needed = lane < kTries ? needed[lane] : blocks + 1;
+  const unsigned enough = __ballot_sync(~0u, own_needed <= blocks);
+  Plan plan{even, false};
+  int places = steps;
+  Found first_tile_of{};
+  if (enough != 0) {
+    const int chosen = __ffs(enough) - 1;
+    plan = {even + (most * chosen + 6) / 7, true};
+    places = __shfl_sync(~0u, own_needed, chosen) * plan.run;
+  } else if (const int rounds = min(over(even, max(warp_max(longest), 1)), over(warp_sum(tiles), blocks)); rounds > 0) {
+    Found rest;
+    int taken;
+    find_tiles(p, rounds * block, rounds * blocks, lane, &first_tile_of, &rest, &taken);
+    const int left = max(kMinRun, over(steps - taken + blocks - 1, blocks));
+    // They leave fewer parts, so they may take somewhat longer.
+    if (rounds * warp_max(longest) + left <= even + most / 2) {
+      plan = {left, false, rounds, rest.request, rounds * blocks - rest.before};
+      places = steps - taken;
+    }
+  }
   const int at = plan.run * block, end = min(at + plan.run, places);
   Found first, last;
-  find_requests(p, plan, at, end - 1, lane, block == 0 ? p.plan + 2 : nullptr, &first, &last);
+  find_places(p, plan, at, end - 1, lane, &first, &last);
   if (lane != 0) return;
-  if (block == 0) {
-    p.plan[0] = plan.run;
-    p.plan[1] = plan.whole;
-  }
   begin_run(p, plan, at, end, first, last, run);
+  run->tiles = plan.tiles;
+  run->tile_request = first_tile_of.request;
+  run->tile = plan.tiles * block - first_tile_of.before;
 }
 
-// Where a block leaves one of its parts for the merge: 64 rows of output, then their maxima, then their sums.
-DDTREE_PLAN float* part_of(const Problem& p, int block, int part) {
-  return p.parts + (static_cast<int64_t>(kBlockParts) * block + part) * kPartFloats;
+// Where a block leaves one of its parts for the merge.
+template <typename Number>
+DDTREE_PLAN uint8_t* part_of(const Problem& p, int block, int part) {
+  return p.parts + static_cast<int64_t>(kBlockParts * block + part) * kPartBytes<Number>;
 }
 
 // The parts of a tile, as the merge goes through them.
 struct Parts {
-  Plan plan;
-  Request request;
-  int chunks, tile;
-  int before;  // places before the request
-  DDTREE_PLAN int most_blocks() const { return plan.whole ? 1 : 3; }  // that an item meets
+  int run, whole;     // of the plan
+  int tiles, before;  // of the request with places in the order, and the places before the request
+  int steps, chunks;  // of the tile
+  int tile;           // counted from first_tile
+  // Upper bounds of the blocks that an item meets, and of the parts.
+  DDTREE_PLAN int most_blocks() const { return whole ? 1 : over(over(steps + chunks - 1, chunks) + run - 2, run) + 1; }
   DDTREE_PLAN int count() const { return chunks * most_blocks(); }
-  // Part i, or null where an item meets fewer blocks.
-  DDTREE_PLAN const float* get(const Problem& p, int i) const {
-    if (plan.whole) return part_of(p, before / plan.run + i * request.tiles + tile, 1);
-    const int chunk = i / 3, number = i - chunk * 3;
-    const int begin = chunk_begin(request, chunks, chunk), end = chunk_begin(request, chunks, chunk + 1);
-    const int first = before + request.tiles * begin + tile * (end - begin);
-    const int block = first / plan.run, last = (first + end - begin - 1) / plan.run;
-    if (block + number > last) return nullptr;
-    return part_of(p, block + number, number > 0 ? 0 : block == last ? 1 : 2);
+  // Part i: its block times kBlockParts, and which of the block's. -1 where an item meets fewer blocks.
+  DDTREE_PLAN int get(int i) const {
+    if (whole) return (over(before, run) + i * tiles + tile) * kBlockParts + 1;
+    const int chunk = over(i, most_blocks()), number = i - chunk * most_blocks();
+    const int begin = chunk_begin(steps, chunks, chunk), end = chunk_begin(steps, chunks, chunk + 1);
+    const int first = before + tiles * begin + tile * (end - begin);
+    const int block = over(first, run), last = over(first + end - begin - 1, run);
+    if (block + number > last) return -1;
+    return (block + number) * kBlockParts + (number > 0 ? 0 : block == last ? 1 : 2);
   }
   // Whether one block did the whole tile, and so wrote its output.
-  DDTREE_PLAN bool whole() const {
+  DDTREE_PLAN bool uncut() const {
     if (chunks > 1) return false;
-    const int first = before + tile * request.steps;
-    return plan.whole || first / plan.run == (first + request.steps - 1) / plan.run;
+    const int first = before + tile * steps;
+    return whole || over(first, run) == over(first + steps - 1, run);
   }
 };
+
+// The parts of tile `tile` of a request; `rest` is what of it has places, `before` the places before.
+DDTREE_PLAN Parts parts_of(const Plan& plan, const Request& rest, int before, int tile) {
+  return {plan.run, plan.whole, rest.tiles, before, rest.steps, chunks_of(plan, rest), tile};
+}
+
+// What the merge must know of a tile that may have been cut.
+struct alignas(16) CutTile {
+  Parts parts;
+  int request, first_row, rows;  // of the request's rows; none if the tile was not cut
+};
+
+struct alignas(16) CutTiles {
+  int count;       // of `tiles`
+  int most_parts;  // of one, at most
+  CutTile tiles[1];
+};
+
+// Lists the tiles that may have been cut; the blocks share the list out, and each its own between `warps` warps, of
+// which this is `warp`.
+__device__ __forceinline__ void list_cut_tiles(const Problem& p, const Plan& plan, int warp, int warps, int lane) {
+  CutTiles* list = p.cut_tiles;
+  for (int index = blockIdx.x * warps + warp, count = index + 1; index < count; index += gridDim.x * warps) {
+    int places = 0, most_parts = 0;
+    count = 0;
+#pragma unroll 1
+    for (int b = lane; b - lane < p.batch; b += 32) {
+      const Request rest = b < p.batch ? rest_of(p, plan, b) : Request{};
+      const int own_places = b < p.batch ? places_of(plan, rest) : 0;
+      const Parts parts = parts_of(plan, rest, places + prefix_sum(own_places, lane) - own_places, 0);
+      const int own = parts.whole && parts.chunks <= 1 ? 0 : rest.tiles;
+      const int end = count + prefix_sum(own, lane), tile = index - (end - own);
+      if (own > 0) most_parts = max(most_parts, parts.count());
+      if (tile >= 0 && tile < own) {
+        CutTile* to = &list->tiles[index];
+        to->parts = parts;
+        to->parts.tile = tile;
+        to->request = b;
+        to->first_row = (tile + first_tile(plan, b, request_of(p, b))) * kTileRows;
+        to->rows = to->parts.uncut() ? 0 : min(rest.nodes * p.heads - to->first_row, kTileRows);
+      }
+      count = __shfl_sync(~0u, end, 31);
+      places = __shfl_sync(~0u, parts.before + own_places, 31);
+    }
+    most_parts = warp_max(most_parts);
+    if (index == 0 && lane == 0) {
+      list->count = count;
+      list->most_parts = most_parts;
+    }
+  }
+}
 
 }  // namespace ddtree
 #undef DDTREE_PLAN

@@ -1,10 +1,11 @@
 // Whether the plan of verify_attn's work does all of it once, and its merge finds what was left: random problems, on
-// the host. What a warp does together on the device (make_plan, find_requests) is done here by loops written anew.
+// the host. What a warp does together on the device (start_run, list_cut_tiles) is done here by loops written anew.
 #include <cstdio>
 #include <cstdlib>
 #include <map>
 #include <random>
 #include <set>
+#include <tuple>
 #include <vector>
 
 #include "ffi/cuda/verify_plan.h"
@@ -16,9 +17,19 @@ namespace {
 Found Find(const Problem& p, const Plan& plan, int at) {
   int before = 0;
   for (int b = 0; b < p.batch; ++b) {
-    const int places = places_of(plan, request_of(p, b));
+    const int places = places_of(plan, rest_of(p, plan, b));
     if (at >= before && at < before + places) return {b, before};
     before += places;
+  }
+  return {p.batch, 0};
+}
+
+// The request of tile `tile` of all tiles, and which of its own that is.
+std::pair<int, int> FindTile(const Problem& p, int tile) {
+  for (int b = 0; b < p.batch; ++b) {
+    const int tiles = request_of(p, b).tiles;
+    if (tile < tiles) return {b, tile};
+    tile -= tiles;
   }
   return {p.batch, 0};
 }
@@ -30,17 +41,22 @@ Found Find(const Problem& p, const Plan& plan, int at) {
   }
 
 bool Check(const Problem& p, const Plan& plan, int blocks, int problem, bool* cut) {
-  int places = 0;
-  for (int b = 0; b < p.batch; ++b) places += places_of(plan, request_of(p, b));
+  int places = 0, longest = 0;
+  for (int b = 0; b < p.batch; ++b) {
+    places += places_of(plan, rest_of(p, plan, b));
+    longest = std::max(longest, request_of(p, b).steps);
+  }
   EXPECT(static_cast<int64_t>(plan.run) * blocks >= places);
   std::map<std::pair<int, int>, std::vector<int>> done;         // of a tile: how often each step
-  std::map<std::pair<int, int>, std::set<const float*>> left;  // its parts
-  std::set<const float*> all;
+  std::map<std::pair<int, int>, std::set<int>> left;  // its parts
+  std::set<int> all;
   std::set<std::pair<int, int>> whole;
   for (int block = 0; block < blocks; ++block) {
     const int at = plan.run * block, end = std::min(at + plan.run, places);
     Run run;
     begin_run(p, plan, at, end, Find(p, plan, at), Find(p, plan, end - 1), &run);
+    run.tiles = plan.tiles;
+    std::tie(run.tile_request, run.tile) = FindTile(p, plan.tiles * block);
     int steps = 0;
     for (Segment s;;) {
       next_segment(p, &run, &s);
@@ -55,26 +71,31 @@ bool Check(const Problem& p, const Plan& plan, int blocks, int problem, bool* cu
       if (s.step == 0 && s.end_step == r.steps) {
         whole.insert(tile);
       } else {
-        const float* part = part_of(p, block, s.part);
+        EXPECT(s.part >= 0 && s.part < kBlockParts);
+        const int part = block * kBlockParts + s.part;
         EXPECT(all.insert(part).second);  // a block leaves none twice
         left[tile].insert(part);
       }
     }
-    EXPECT(steps <= plan.run);
+    EXPECT(steps <= plan.tiles * longest + plan.run);
   }
   for (int b = 0; b < p.batch; ++b) {
-    const Request r = request_of(p, b);
+    const Request r = request_of(p, b), rest = rest_of(p, plan, b);
     int before = 0;
-    for (int other = 0; other < b; ++other) before += places_of(plan, request_of(p, other));
+    for (int other = 0; other < b; ++other) before += places_of(plan, rest_of(p, plan, other));
     for (int t = 0; t < r.tiles; ++t) {
       EXPECT(done[std::make_pair(b, t)] == std::vector<int>(r.steps, 1));
-      const Parts parts{plan, r, chunks_of(plan, r), t, before};
       const bool is_whole = whole.count({b, t}) > 0;
-      EXPECT(parts.whole() == is_whole);
+      if (t < first_tile(plan, b, r)) {
+        EXPECT(is_whole);
+        continue;
+      }
+      const Parts parts = parts_of(plan, rest, before, t - first_tile(plan, b, r));
+      EXPECT(parts.uncut() == is_whole);
       if (is_whole) continue;
-      std::set<const float*> found;
+      std::set<int> found;
       for (int i = 0; i < parts.count(); ++i) {
-        if (const float* part = parts.get(p, i)) EXPECT(found.insert(part).second);
+        if (const int part = parts.get(i); part >= 0) EXPECT(found.insert(part).second);
       }
       EXPECT(found == (left[std::make_pair(b, t)]));
     }
@@ -88,26 +109,52 @@ bool Check(const Problem& p, const Plan& plan, int blocks, int problem, bool* cu
 int main(int argc, char** argv) {
   std::mt19937 generator(static_cast<unsigned>(std::atoi(argv[1])));
   const auto draw = [&](int low, int high) { return low + static_cast<int>(generator() % (high - low + 1)); };
-  int cuts = 0, plans = 0;
+  int cuts = 0, mixed = 0, plans = 0;
   for (int problem = 0; problem < std::atoi(argv[2]); ++problem) {
     Problem p{};
+    const bool uniform = draw(0, 3) == 0;
     p.batch = draw(1, draw(0, 1) ? 4 : 40), p.nodes = draw(0, 2) ? draw(1, 70) : 1;
     p.heads = 1 << draw(0, 6), p.rows = p.nodes + draw(0, draw(0, 1) ? 300 : 20000), p.step_rows = draw(0, 1) ? 64 : 32;
     std::vector<int32_t> lengths(p.batch), nodes(p.batch);
     for (int b = 0; b < p.batch; ++b) {
-      lengths[b] = draw(-2, p.rows + 2);
-      nodes[b] = draw(0, 3) ? p.nodes : draw(0, p.nodes);
+      lengths[b] = uniform ? p.rows : draw(-2, p.rows + 2);
+      nodes[b] = uniform || draw(0, 3) ? p.nodes : draw(0, p.nodes);
     }
     p.lengths = lengths.data(), p.num_nodes = nodes.data();
     const int blocks = draw(1, 256);
-    int64_t steps = 0;
-    for (int b = 0; b < p.batch; ++b) steps += static_cast<int64_t>(request_of(p, b).tiles) * request_of(p, b).steps;
-    Plan plan{std::max(kMinRun, static_cast<int>((steps + blocks - 1) / blocks)), false};
+    int64_t steps = 0, tiles = 0;
+    bool equal = true;
+    for (int b = 0; b < p.batch; ++b) {
+      const Request r = request_of(p, b);
+      steps += static_cast<int64_t>(r.tiles) * r.steps;
+      tiles += r.tiles;
+      equal &= r.steps == request_of(p, 0).steps;
+    }
+    const int even = std::max(kMinRun, static_cast<int>((steps + blocks - 1) / blocks));
+    Plan plan{even, false};
     bool cut = false;
     if (!Check(p, plan, blocks, problem, &cut)) return 1;
     cuts += cut;
+    // Every number of whole tiles for each block, balanced or not.
+    for (plan.tiles = 1; plan.tiles * static_cast<int64_t>(blocks) <= tiles; plan.tiles += 1 + plan.tiles / 4) {
+      std::tie(plan.request, plan.tile) = FindTile(p, plan.tiles * blocks);
+      int64_t rest = 0;
+      for (int b = 0; b < p.batch; ++b) {
+        const Request r = rest_of(p, plan, b);
+        rest += static_cast<int64_t>(r.tiles) * r.steps;
+      }
+      plan.run = std::max(kMinRun, static_cast<int>((rest + blocks - 1) / blocks));
+      if (!Check(p, plan, blocks, problem, &cut)) return 1;
+      mixed += cut;
+      // Where all tiles are of one length, no block has more to do than in an even cut.
+      if (equal && rest > blocks && plan.tiles * request_of(p, 0).steps + plan.run > even) {
+        std::printf("problem %d, %d blocks: %d tiles, %d steps, not %d\n", problem, blocks, plan.tiles, plan.run, even);
+        return 1;
+      }
+    }
+    plan = {even, true};
     // Every length of whole items that suffices.
-    for (plan.whole = true; plan.run < steps + 3; plan.run += 1 + plan.run / 16) {
+    for (; plan.run < steps + 3; plan.run += 1 + plan.run / 16) {
       int64_t needed = 0;
       for (int b = 0; b < p.batch; ++b) needed += blocks_of(plan, request_of(p, b));
       if (needed > blocks) continue;
@@ -116,6 +163,6 @@ int main(int argc, char** argv) {
       break;
     }
   }
-  std::printf("%d cut plans, %d of whole items\n", cuts, plans);
-  return cuts > 0 && plans > 0 ? 0 : 1;
+  std::printf("%d cut plans, %d after whole tiles, %d of whole items\n", cuts, mixed, plans);
+  return cuts > 0 && mixed > 0 && plans > 0 ? 0 : 1;
 }

@@ -1,0 +1,232 @@
+// The second launch of verify_attn in bfloat16: merges the parts of tiles that were cut between blocks, and gives rows
+// past num_nodes their own latent.
+//
+// What takes long is the way to a part, so that all of a row's should be asked for at once. Two warps have a row's
+// halves. Where rows have few parts, a block does four rows side by side; else four pairs of warps share the parts of
+// one row and add up in shared memory.
+#ifndef DDTREE_FFI_CUDA_VERIFY_MERGE_H_
+#define DDTREE_FFI_CUDA_VERIFY_MERGE_H_
+
+#include <cuda_fp16.h>
+#include <cuda_runtime.h>
+#include <stdint.h>
+
+#include <algorithm>
+
+#include "ffi/cuda/launch.h"
+#include "ffi/cuda/verify_attn.h"
+#include "ffi/cuda/verify_plan.h"
+#include "ffi/ddtree.h"
+#include "ffi/e4m3.h"
+
+namespace ddtree {
+namespace merging {
+
+constexpr int kThreads = 256;
+constexpr int kWarps = kThreads / 32;
+constexpr int kSides = 2;               // warps of a row, each with half of its columns, eight for a lane
+constexpr int kRows = kWarps / kSides;  // of a block, or ways in which the parts of one row are shared out
+constexpr int kFewParts = 8;            // that need not be shared out
+constexpr int kBlocksPerProcessor = 2;
+
+// A lane's columns of a part's row, as they lie in memory.
+template <typename Number>
+struct Slice;
+
+template <>
+struct Slice<float> {
+  static constexpr int kTogether = 4;  // that a warp asks for at a time
+  float4 x[2];
+  __device__ __forceinline__ void load(const float* row) {
+    x[0] = reinterpret_cast<const float4*>(row)[0];
+    x[1] = reinterpret_cast<const float4*>(row)[1];
+  }
+  __device__ __forceinline__ void add_to(float (&total)[8], float factor) const {
+#pragma unroll
+    for (int v = 0; v < 2; ++v) {
+      total[v * 4] += factor * x[v].x;
+      total[v * 4 + 1] += factor * x[v].y;
+      total[v * 4 + 2] += factor * x[v].z;
+      total[v * 4 + 3] += factor * x[v].w;
+    }
+  }
+};
+
+template <>
+struct Slice<__half> {
+  static constexpr int kTogether = 8;
+  uint4 x;
+  __device__ __forceinline__ void load(const __half* row) { x = *reinterpret_cast<const uint4*>(row); }
+  __device__ __forceinline__ void add_to(float (&total)[8], float factor) const {
+    const uint32_t words[4] = {x.x, x.y, x.z, x.w};
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const float2 pair = __half22float2(*reinterpret_cast<const __half2*>(&words[i]));
+      total[i * 2] += factor * pair.x;
+      total[i * 2 + 1] += factor * pair.y;
+    }
+  }
+};
+
+// The sum of some of a row's parts: the greatest score, the weights' sum, and a lane's columns.
+struct Sum {
+  float top = -INFINITY, sum = 0, total[8] = {};
+};
+
+// By what something with greatest score `from` is multiplied where the greatest is `to`.
+__device__ __forceinline__ float shrink(float from, float to) { return from == to ? 1.0f : power_of_two(from - to); }
+
+// Adds a row of parts; lane i < count <= 32 knows one of them, or -1. `column` is the lane's first.
+template <typename Number>
+__device__ __forceinline__ void add_parts(const uint8_t* parts, int known, int count, int row, int column, Sum* all) {
+  constexpr int kTogether = Slice<Number>::kTogether;
+  const auto numbers_of = [&](int number) {
+    return reinterpret_cast<const Number*>(parts + static_cast<int64_t>(number) * kPartBytes<Number>);
+  };
+  Slice<Number> slices[kTogether];
+  const auto load = [&](int begin) {
+#pragma unroll
+    for (int k = 0; k < kTogether; ++k) {
+      const int number = __shfl_sync(~0u, known, begin + k);  // -1 beyond count, or nothing at all beyond 31
+      slices[k] = {};
+      if (begin + k < count && number >= 0) slices[k].load(numbers_of(number) + row * DDTREE_LATENT_DIM + column);
+    }
+  };
+  float4 said = make_float4(-INFINITY, 0, 0, 0);
+  if (known >= 0) said = reinterpret_cast<const float4*>(numbers_of(known) + kTileRows * DDTREE_LATENT_DIM)[row];
+  load(0);
+  float top = said.x;
+#pragma unroll
+  for (int d = 16; d > 0; d /= 2) top = fmaxf(top, __shfl_xor_sync(~0u, top, d));
+  top = fmaxf(top, all->top);
+  const float before = shrink(all->top, top), factor = shrink(said.x, top);
+  float sum = factor * said.y;
+#pragma unroll
+  for (int d = 16; d > 0; d /= 2) sum += __shfl_xor_sync(~0u, sum, d);
+  all->top = top;
+  all->sum = all->sum * before + sum;
+#pragma unroll
+  for (int i = 0; i < 8; ++i) all->total[i] *= before;
+  const float weight = factor * (column < DDTREE_LATENT_DIM / 2 ? said.z : said.w);
+  for (int begin = 0;;) {
+#pragma unroll
+    for (int k = 0; k < kTogether; ++k) {
+      const float own = __shfl_sync(~0u, weight, begin + k);
+      if (begin + k < count) slices[k].add_to(all->total, own);
+    }
+    begin += kTogether;
+    if (begin >= count) return;
+    load(begin);
+  }
+}
+
+// Rows past num_nodes: what lies in the cache for them. A warp a row.
+template <typename Cache>
+__device__ __forceinline__ void copy_latents(const Problem& p, float scale, int lane) {
+  const int layer = layer_of(p.layer, p.layers), request_rows = p.nodes * p.heads;
+  for (int64_t i = blockIdx.x * kWarps + threadIdx.x / 32; i < static_cast<int64_t>(p.batch) * request_rows;
+       i += gridDim.x * kWarps) {
+    const int b = static_cast<int>(i / request_rows), node = static_cast<int>(i - int64_t{b} * request_rows) / p.heads;
+    const Request r = request_of(p, b);
+    if (node < r.nodes) continue;
+    const Cache* latent = static_cast<const Cache*>(p.cache) +
+                          ((static_cast<int64_t>(layer) * p.batch + b) * p.rows + r.length + node) * DDTREE_ROW_DIM;
+    __nv_bfloat16* out = p.out + i * DDTREE_LATENT_DIM;
+#pragma unroll
+    for (int column = lane * 8; column < DDTREE_LATENT_DIM; column += 32 * 8) {
+      uint4 x;
+      if constexpr (sizeof(Cache) == 1) {
+        const uint2 bytes = *reinterpret_cast<const uint2*>(latent + column);
+        const auto pair = [&](uint32_t word, int shift) {
+          return pack(FromE4m3(static_cast<uint8_t>(word >> shift)) * scale,
+                      FromE4m3(static_cast<uint8_t>(word >> (shift + 8))) * scale);
+        };
+        x = make_uint4(pair(bytes.x, 0), pair(bytes.x, 16), pair(bytes.y, 0), pair(bytes.y, 16));
+      } else {
+        x = *reinterpret_cast<const uint4*>(latent + column);
+      }
+      *reinterpret_cast<uint4*>(out + column) = x;
+    }
+  }
+}
+
+template <typename Cache, typename Number>
+__global__ void __launch_bounds__(kThreads, kBlocksPerProcessor) merge(const Problem p) {
+  __shared__ float totals[kRows][DDTREE_LATENT_DIM];
+  __shared__ float tops[kRows], sums[kRows];
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  const int group = warp / kSides, column = warp % kSides * (DDTREE_LATENT_DIM / kSides) + lane * 8;
+  float scale = 1.0f;
+  if constexpr (sizeof(Cache) == 1) scale = layer_scale(p.cache_scale, p.layer, p.layers);
+  bool padded = false;
+#pragma unroll 1
+  for (int b = lane; b < p.batch; b += 32) padded |= p.num_nodes[b] < p.nodes;
+  if (__any_sync(~0u, padded)) copy_latents<Cache>(p, scale, lane);
+  const CutTiles& list = *p.cut_tiles;
+  const bool shared_out = list.most_parts > kFewParts;
+  const int64_t rows = static_cast<int64_t>(list.count) * kTileRows;
+  const int way = shared_out ? group : 0, ways = shared_out ? kRows : 1;
+#pragma unroll 1
+  for (int64_t index = shared_out ? blockIdx.x : blockIdx.x * kRows + group; index < rows;
+       index += shared_out ? gridDim.x : gridDim.x * kRows) {
+    const CutTile& tile = list.tiles[index / kTileRows];
+    const int row = static_cast<int>(index % kTileRows);
+    if (row >= tile.rows) continue;
+    const Parts parts = tile.parts;
+    const int count = parts.count();
+    Sum all;
+#pragma unroll 1
+    for (int i = way; i < count; i += 32 * ways) {
+      const int own = i + lane * ways, known = own < count ? parts.get(own) : -1;
+      add_parts<Number>(p.parts, known, min((count - i + ways - 1) / ways, 32), row, column, &all);
+    }
+    __nv_bfloat16* out = p.out + (static_cast<int64_t>(tile.request) * p.nodes * p.heads + tile.first_row + row) *
+                                     DDTREE_LATENT_DIM;
+    if (!shared_out) {
+      const float inverse = scale / all.sum;
+      const float* x = all.total;
+      *reinterpret_cast<uint4*>(out + column) =
+          make_uint4(pack(x[0] * inverse, x[1] * inverse), pack(x[2] * inverse, x[3] * inverse),
+                     pack(x[4] * inverse, x[5] * inverse), pack(x[6] * inverse, x[7] * inverse));
+      continue;
+    }
+    __syncthreads();  // the row before has been read
+    if (lane == 0) {
+      tops[group] = all.top;
+      sums[group] = all.sum;
+    }
+    float4* to = reinterpret_cast<float4*>(&totals[group][column]);
+    to[0] = make_float4(all.total[0], all.total[1], all.total[2], all.total[3]);
+    to[1] = make_float4(all.total[4], all.total[5], all.total[6], all.total[7]);
+    __syncthreads();
+    float top = -INFINITY, sum = 0;
+    float2 total = make_float2(0, 0);
+#pragma unroll
+    for (int g = 0; g < kRows; ++g) top = fmaxf(top, tops[g]);
+#pragma unroll
+    for (int g = 0; g < kRows; ++g) {
+      const float factor = shrink(tops[g], top);
+      const float2 x = *reinterpret_cast<const float2*>(&totals[g][threadIdx.x * 2]);
+      sum += factor * sums[g];
+      total.x += factor * x.x;
+      total.y += factor * x.y;
+    }
+    const float inverse = scale / sum;
+    *reinterpret_cast<uint32_t*>(out + threadIdx.x * 2) = pack(total.x * inverse, total.y * inverse);
+  }
+}
+
+}  // namespace merging
+
+// `Number` is what the first launch has left its parts in.
+template <typename Cache, typename Number>
+int launch_merge(const Problem& p, int processors, cudaStream_t stream) {
+  const int64_t rows = static_cast<int64_t>(p.batch) * p.nodes * p.heads;
+  const int blocks = static_cast<int>(std::min<int64_t>(rows, merging::kBlocksPerProcessor * processors));
+  merging::merge<Cache, Number><<<blocks, merging::kThreads, 0, stream>>>(p);
+  return launch_status();
+}
+
+}  // namespace ddtree
+
+#endif  // DDTREE_FFI_CUDA_VERIFY_MERGE_H_

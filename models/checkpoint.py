@@ -193,7 +193,8 @@ def _put(array, dtype, sharding) -> jax.Array:
         return array[index].astype(dtype, order="C", copy=isinstance(array, np.ndarray))
 
     if sharding is None:
-        return jnp.asarray(read((slice(None),) * len(array.shape)))
+        # Not jnp.asarray, which holds up to two more copies meanwhile; a CPU takes the array as it lies.
+        return jax.device_put(read((slice(None),) * len(array.shape)))
     parts = {}  # Devices that hold the same share one reading.
 
     def part(index: tuple[slice, ...]) -> np.ndarray:

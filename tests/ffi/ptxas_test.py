@@ -29,6 +29,7 @@ def _functions(report):
     ("source", "arch"),
     [
         *((path.name, "120") for path in sorted((_FFI / "cuda").glob("*.cu"))),
+        ("draft_topk.cu", "90a"),
         ("expert_mlp.cu", "90a"),
         ("verify_attn_hopper.cu", "90a"),
     ],

@@ -5,13 +5,12 @@ import os
 import pathlib
 import re
 import shutil
-import subprocess
-import sys
 import types
 
 import jax
 import jax.numpy as jnp
 import losslessness
+import programs
 import pytest
 import quick_compile
 from runner import Runner
@@ -29,9 +28,8 @@ def cache(tmp_path_factory):
 
 
 def _run(*arguments, cache="", xla_flags=quick_compile.XLA_FLAGS):
-    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": xla_flags}
-    command = [sys.executable, str(_SCRIPT), f"--compilation_cache={cache}", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
+    flags = (f"--compilation_cache={cache}", *arguments)
+    return programs.run(_SCRIPT, *flags, env={"XLA_FLAGS": xla_flags})
 
 
 def _refused(*arguments, **options):

@@ -27,9 +27,7 @@ import tempfile
 import traceback
 
 
-def run(
-    script, *arguments, env=(), cwd=None, paths=(), timeout=300
-) -> subprocess.CompletedProcess:
+def run(script, *arguments, env=(), cwd=None, paths=(), timeout=300) -> subprocess.CompletedProcess:
     """Runs a file to its end.
 
     Args:

@@ -84,8 +84,14 @@ def test_published_size_of_fp8(tmp_path):
 
 
 def test_context_is_what_the_weights_leave():
-    size = Footprint(experts=700, rest=200, drafter=100, row=10, max_context=1000, vocab_size=5)
+    size = Footprint(
+        experts=700, rest=200, whole=20, drafter=100, row=10, max_context=1000, vocab_size=5
+    )
     assert size.per_device(3) == 334
+    # A mesh splits 880 of the 1,000.
+    assert size.per_device(3, mesh=True) == 120 + 294
+    assert size.context(4, RESERVE + 340 + 90, nodes=3, mesh=True) == 1
+    assert size.context(4, RESERVE + 340 + 89, nodes=3, mesh=True) == 0
     # Of 99 bytes three nodes' logits take 60 and the rows of two of them 20.
     assert size.context(4, RESERVE + 250 + 99, nodes=3) == 1
     assert size.context(4, RESERVE + 250 + 99 + 60, batch=2, nodes=3) == 0
@@ -137,6 +143,7 @@ def test_what_a_mesh_keeps_whole_is_in_the_docs(published, size_of):
             * parameter.dtype.itemsize
             for path, parameter in nnx.to_flat_state(nnx.state(target))
         )
+    assert held == {n: size_of().per_device(n, mesh=True) for n in held}
     assert held[1] == size_of().weights
     whole = (8 * held[8] - held[1]) / 7 - drafter
     text = " ".join(_HARDWARE.read_text().split())
@@ -150,6 +157,8 @@ def test_what_a_mesh_keeps_whole_is_in_the_docs(published, size_of):
         row = size_of(cache_dtype).row
         left = 96 * 10**9 - RESERVE - held[8] - batch * 17 * 163840 * 4
         counts.append(f"{left // (row * batch) - 16:,}")
+        said = size_of(cache_dtype).context(8, 96 * 10**9, batch=batch, mesh=True)
+        assert counts[-1] == f"{said:,}"
     one, one_e4m3, four = counts
     assert f"one request then has {one} positions ({one_e4m3} with e4m3 latents)" in text
     assert f"4 have {four} each" in text

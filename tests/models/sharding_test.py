@@ -11,7 +11,7 @@ import quick_compile
 from jax.sharding import AxisType
 from tiny_models import random_target
 
-from ddtree_jax.models.sharding import ShardingRules
+from ddtree_jax.models.sharding import ShardingRules, split_sizes
 
 _ON_EIGHT = """
 import pathlib
@@ -106,6 +106,27 @@ def _mesh(name="model", kind=AxisType.Auto):
 def test_meshes_that_are_refused(rng, mesh, message):
     with pytest.raises(ValueError, match=message):
         ShardingRules().shardings(random_target(rng), mesh)
+
+
+@pytest.mark.parametrize("dense, shared", [(1, 1), (0, 0), (3, 1)])
+def test_split_sizes_are_those_that_a_mesh_must_divide(rng, dense, shared):
+    target = random_target(
+        rng,
+        vocab_size=48,
+        num_attention_heads=12,
+        n_routed_experts=24,
+        first_k_dense_replace=dense,
+        n_shared_experts=shared,
+    )
+    sizes = split_sizes(target.config)
+    assert len(sizes) == 2 + (dense > 0) + (dense < 3) * (1 + shared)
+    for devices in (*range(1, 13), 24, 32, 48):
+        mesh = jax.sharding.AbstractMesh((devices,), ("model",), axis_types=(AxisType.Auto,))
+        if all(size % devices == 0 for size in sizes.values()):
+            ShardingRules().shardings(target, mesh)
+        else:
+            with pytest.raises(ValueError, match="does not split"):
+                ShardingRules().shardings(target, mesh)
 
 
 def test_an_axis_that_does_not_split_is_named(rng):

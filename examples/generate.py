@@ -60,7 +60,8 @@ _CACHE_DTYPE = flags.DEFINE_enum(
 _MESH = flags.DEFINE_integer(
     "mesh",
     1,
-    "Devices of this host to split the target over; every one holds the drafter and the caches.",
+    "Devices of this host to split the target over; every one holds the drafter and the caches. With --dry_run any "
+    "number, to count with.",
 )
 _COMPARE = flags.DEFINE_bool(
     "compare", False, "Run ar, chain and ddtree and print them side by side."

@@ -1,11 +1,9 @@
 """Loading onto a mesh of eight CPU devices: what lies where, and that a plain pass gives the same."""
 
-import os
 import pathlib
-import subprocess
-import sys
 
 import jax
+import programs
 import pytest
 import quick_compile
 from jax.sharding import AxisType
@@ -74,20 +72,11 @@ print("equal")
 
 def test_on_eight_devices(rng, tmp_path):
     tests = pathlib.Path(__file__).resolve().parents[1]
-    folders = [str(tests), str(tests.parent / "examples"), os.environ.get("PYTHONPATH", "")]
-    done = subprocess.run(
-        [sys.executable, "-c", _ON_EIGHT.format(seed=rng.integers(2**32))],
-        env={
-            **os.environ,
-            "PYTHONPATH": os.pathsep.join(folders),
-            "JAX_PLATFORMS": "cpu",
-            "XLA_FLAGS": f"{quick_compile.XLA_FLAGS} --xla_force_host_platform_device_count=8",
-        },
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
+    program = tmp_path / "on_eight.py"
+    program.write_text(_ON_EIGHT.format(seed=rng.integers(2**32)))
+    flags = f"{quick_compile.XLA_FLAGS} --xla_force_host_platform_device_count=8"
+    paths = [tests, tests.parent / "examples"]
+    done = programs.run(program, paths=paths, env={"XLA_FLAGS": flags}, cwd=tmp_path)
     assert done.stdout.strip() == "equal", done.stderr
 
 

@@ -104,7 +104,8 @@ def cache_scale(value, cache: jax.Array) -> jax.Array:
     """The scale of an e4m3 cache's layers as the handlers take it: f32[layers], or f32[0] for none.
 
     Raises:
-      ValueError: another shape or dtype, or a scale for a cache of another dtype.
+      ValueError: another shape or dtype, a scale for a cache of another dtype, or numbers of the host that are no
+        normal ones above 0. Those of a `jax.Array` are not looked at: that would wait for its device.
     """
     if value is None:
         return jnp.zeros((0,), jnp.float32)
@@ -112,7 +113,16 @@ def cache_scale(value, cache: jax.Array) -> jax.Array:
         raise ValueError(
             f"cache_scale is for a float8_e4m3fn cache, and this one is {cache.dtype.name}: leave it out"
         )
-    return array("cache_scale", value, (cache.shape[0],), jnp.float32)
+    scale = array("cache_scale", value, (cache.shape[0],), jnp.float32)
+    if not isinstance(value, jax.Array):
+        numbers = np.asarray(value, np.float32)
+        limits = np.finfo(np.float32)
+        if not np.all((numbers >= limits.tiny) & (numbers <= limits.max)):
+            raise ValueError(
+                f"cache_scale must be finite and at least {limits.tiny:.2g}, the smallest normal float32, "
+                f"not {numbers.tolist()}"
+            )
+    return scale
 
 
 def is_known(*values) -> bool:

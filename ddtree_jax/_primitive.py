@@ -1,4 +1,4 @@
-"""How a kernel becomes a JAX primitive: shapes, a lowering per platform and a batching rule.
+"""How a kernel becomes a JAX primitive: shapes, a lowering per platform, a batching rule, and no derivative.
 
 Own primitives show by name in a jaxpr and take part in `jit`, `while_loop`, `vmap` and `shard_map`. `vmap`
 folds the mapped axis into the batch axis, so what all requests share, a layer index for instance, cannot be
@@ -14,7 +14,7 @@ import jax
 import jax.extend.core
 import jax.numpy as jnp
 import numpy as np
-from jax.interpreters import batching, mlir
+from jax.interpreters import ad, batching, mlir
 
 
 def kernel_primitive(
@@ -111,7 +111,14 @@ def kernel_primitive(
         ]
         return unfolded, list(result_batch_axes)
 
+    def derive(*_, **__):
+        raise NotImplementedError(
+            f"{name} has no derivative: the kernels are for decoding; train through the target's plain pass, "
+            "target(tokens, positions), or keep the gradient out with jax.lax.stop_gradient"
+        )
+
     batching.primitive_batchers[primitive] = batch
+    ad.primitive_jvps[primitive] = derive
     return primitive
 
 

@@ -246,7 +246,9 @@ def append_latents(
       latents: [B, N, width] of the same dtype, float32 or bfloat16 for float8_e4m3fn.
       lengths: i32[B].
       layer: an int or an i32 scalar on the device.
-      cache_scale: f32[layers] for a float8_e4m3fn cache, by which latents are divided; None means 1.
+      cache_scale: f32[layers] for a float8_e4m3fn cache, by which latents are divided; finite, normal and above 0,
+        which is not looked at: by 0 or NaN rows become NaN or +-448, and a subnormal one counts as 0 on some
+        devices. None means 1.
 
     Returns:
       `cache`.

@@ -45,13 +45,14 @@ def verify_attn(
         "hopper" on sm_90 alone and not for a float8_e4m3fn cache, "auto" is "hopper" where
         that can be, else "portable". The CPU has one kernel.
       cache_scale: f32[layers] for a float8_e4m3fn cache: a number of the cache stands for itself times its
-        layer's scale. None means 1.
+        layer's scale, which `append_latents` divided by. None means 1.
 
     Returns:
       [B, N, H, 512] in the query's dtype: weighted sums of latents, to be expanded per head.
 
     Raises:
-      ValueError: another dtype, shape, layer or path, or a scale for a cache of another dtype.
+      ValueError: another dtype, shape, layer or path, a scale for a cache of another dtype, or one that
+        `append_latents` refuses.
     """
     floats = (jnp.float32, jnp.bfloat16)
     query = _checks.array("query", query, ("B", "N", "H", ROW_DIM), floats)

@@ -30,13 +30,16 @@ def append_latents(cache, latents, lengths, *, layer, cache_scale=None) -> jax.A
         either way. NaN and infinity become NaN, so that what is not finite stays visible.
       lengths: i32[B]. Rows that would fall outside 0 .. S - 1 are dropped.
       layer: an int or an i32 scalar; an array outside 0 .. layers - 1 writes nothing.
-      cache_scale: f32[layers] for a float8_e4m3fn cache; None means 1.
+      cache_scale: f32[layers] for a float8_e4m3fn cache, finite, normal and above 0; None means 1. A `jax.Array`
+        is not looked at: by a scale of 0 or NaN rows become NaN or +-448, and a subnormal one counts as 0 on
+        some devices.
 
     Returns:
       The cache.
 
     Raises:
-      ValueError: another dtype, shape or layer, or a scale for a cache of another dtype.
+      ValueError: another dtype, shape or layer, a scale for a cache of another dtype, or a scale of host numbers
+        that are not as said.
     """
     cache = _checks.array("cache", cache, ("layers", "B", "S", "width"), DTYPES)
     layers, batch, _, width = cache.shape

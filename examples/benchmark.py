@@ -63,6 +63,8 @@ _CUDA_EXPERTS = flags.DEFINE_bool(
     "cuda_experts", None, "Routed experts on CUDA by the kernel; the library's choice if not given."
 )
 
+_MAX_NODES = 257  # of a pass: `tree_build`'s largest budget, and the root
+
 
 @dataclasses.dataclass
 class Row:
@@ -78,7 +80,21 @@ class Row:
 def main(argv):
     if len(argv) > 1:
         raise app.UsageError(f"unexpected argument {argv[1]!r}")
+    try:
+        _run()
+    except (ValueError, OSError) as error:
+        sys.exit("error: " + " ".join(str(error).split()))
+
+
+def _run():
     logging.set_verbosity(logging.WARNING)
+    for name in ("repeats", "batch_size", "layers"):
+        value = flags.FLAGS[name].value
+        if value is not None and value < 1:
+            raise ValueError(f"--{name} must be at least 1, not {value}")
+    nodes, prefixes = _sizes("nodes", _NODES.value), _sizes("prefixes", _PREFIXES.value or [])
+    if nodes[:1] != [1] or nodes != sorted(set(nodes)) or nodes[-1] > _MAX_NODES:
+        raise ValueError(f"--nodes must ascend from 1 to at most {_MAX_NODES}, not {nodes}")
     import jax
 
     full = _SIZE.value == "full" if _SIZE.value else jax.default_backend() != "cpu"
@@ -88,10 +104,10 @@ def main(argv):
 
         experts.CUDA_KERNEL = _CUDA_EXPERTS.value
     if _SUITE.value == "step":
-        _step(full, device)
+        _step(full, device, nodes, prefixes)
         return
     if _SUITE.value == "curve":
-        _curve(device)
+        _curve(device, nodes, prefixes)
         return
     if _SUITE.value == "compile":
         from compile_time import compile_time
@@ -115,17 +131,24 @@ def main(argv):
     _write_json(device, {"rows": [dataclasses.asdict(row) for row in rows]})
 
 
-def _step(full, device):
+def _sizes(flag, texts):
+    """The whole numbers above 0 of a flag, in the order given."""
+    if not all(text.strip().isdecimal() and int(text) > 0 for text in map(str, texts)):
+        raise ValueError(f"--{flag} must be whole numbers above 0, not {','.join(map(str, texts))}")
+    return [int(text) for text in texts]
+
+
+def _step(full, device, nodes, prefixes):
     """The suite "step"."""
     import step_suite
     from step_floors import Rates
 
-    prefixes = _PREFIXES.value or ([2048, 8192, 32768] if full else [64, 128])
+    prefixes = prefixes or ([2048, 8192, 32768] if full else [64, 128])
     settings = step_suite.Settings(
         full=full,
         layers=_LAYERS.value,
-        nodes=tuple(map(int, _NODES.value)),
-        prefixes=tuple(map(int, prefixes)),
+        nodes=tuple(nodes),
+        prefixes=tuple(prefixes),
         batch=_BATCH.value,
         repeats=_REPEATS.value,
     )
@@ -137,7 +160,7 @@ def _step(full, device):
         draw(report, device, _FIGURE.value)
 
 
-def _curve(device):
+def _curve(device, nodes, prefixes):
     """The suite "curve"."""
     import jax
     import step_suite
@@ -146,22 +169,28 @@ def _curve(device):
     from ddtree_jax.models import demo
 
     if (_CHECKPOINT.value is None) != (_DRAFTER.value is None):
-        raise app.UsageError("--checkpoint and --drafter go together")
+        raise ValueError("--checkpoint and --drafter go together")
     on_cpu = jax.default_backend() == "cpu"
     dtype = _DTYPE.value or ("float32" if on_cpu else "bfloat16")
     target = models.load_target(_CHECKPOINT.value or demo.TARGET, dtype=dtype)
     drafter = models.load_drafter(_DRAFTER.value or demo.DRAFTER, target, dtype=dtype)
+    prefix = prefixes[0] if prefixes else 160
+    if prefix + nodes[-1] > target.max_context:
+        raise ValueError(
+            f"--prefixes {prefix} and a pass of {nodes[-1]} nodes are more than the target's context of "
+            f"{target.max_context}"
+        )
     settings = step_suite.Settings(
         full=False,
         layers=None,
-        nodes=tuple(map(int, _NODES.value)),
-        prefixes=tuple(map(int, _PREFIXES.value or [160])),
+        nodes=tuple(nodes),
+        prefixes=(prefix,),
         batch=_BATCH.value,
         repeats=_REPEATS.value,
     )
     curve = step_suite.measure_curve(target, drafter, settings)
-    print(f"{device}, {dtype}, prefix {settings.prefixes[0]}, microseconds: {curve}")
-    _write_json(device, {"prefix": settings.prefixes[0], "cost_curve": dataclasses.asdict(curve)})
+    print(f"{device}, {dtype}, prefix {prefix}, microseconds: {curve}")
+    _write_json(device, {"prefix": prefix, "cost_curve": dataclasses.asdict(curve)})
 
 
 def _write_json(device, results):

@@ -18,7 +18,14 @@ def device_bytes(device) -> int:
 
 
 def report(
-    target_path, drafter_path, dtype: str, devices: int, each: int, cache_dtype: str | None = None
+    target_path,
+    drafter_path,
+    dtype: str,
+    devices: int,
+    each: int,
+    *,
+    mesh: bool = False,
+    cache_dtype: str | None = None,
 ) -> str:
     """The report, a line a fact.
 
@@ -27,6 +34,7 @@ def report(
       dtype: of everything but packed experts.
       devices: how many.
       each: bytes of one.
+      mesh: count with what `--mesh` keeps whole on every device; else weights are split evenly.
       cache_dtype: of the target's cache; `dtype` by default.
 
     Raises:
@@ -35,8 +43,8 @@ def report(
     if devices < 1 or each < 1:
         raise ValueError(f"--devices and --device_gb must be above 0, not {devices} and {each}")
     size = footprint(target_path, drafter_path, dtype=dtype, cache_dtype=cache_dtype)
-    share = size.per_device(devices)
-    contexts = [size.context(devices, each, batch=batch) for batch in _BATCHES]
+    share = size.per_device(devices, mesh=mesh)
+    contexts = [size.context(devices, each, batch=batch, mesh=mesh) for batch in _BATCHES]
     lines = [
         f"routed experts {_gb(size.experts)}, rest of the target {_gb(size.rest)} ({dtype}), "
         f"drafter {_gb(size.drafter)}: {_gb(size.weights)}",
@@ -51,10 +59,12 @@ def report(
             "fits; positions a request: "
             + ", ".join(f"batch {batch} {positions:,}" for batch, positions in pairs)
         )
-    if devices > 1:
+    if mesh:
         lines.append(
-            "(weights split evenly, caches on every device; --mesh also keeps the drafter on every one)"
+            f"(as --mesh splits it: {_gb(size.whole)} of the target, the drafter and the caches on every device)"
         )
+    elif devices > 1:
+        lines.append("(weights split evenly, caches on every device; --mesh N counts as it splits)")
     return "\n".join(lines)
 
 

@@ -60,7 +60,8 @@ _CACHE_DTYPE = flags.DEFINE_enum(
 _MESH = flags.DEFINE_integer(
     "mesh",
     1,
-    "Devices of this host to split the target over; every one holds the drafter and the caches.",
+    "Devices of this host to split the target over; every one holds the drafter and the caches. With --dry_run any "
+    "number, to count with.",
 )
 _COMPARE = flags.DEFINE_bool(
     "compare", False, "Run ar, chain and ddtree and print them side by side."
@@ -102,6 +103,11 @@ def _run():
     if _BATCH.value < 1:
         raise ValueError(f"--batch_size must be at least 1, not {_BATCH.value}")
     json_file = _output_file(_JSON.value)
+    curve_path = _COST_CURVE.value
+    if curve_path is not None and os.path.isdir(curve_path):
+        raise ValueError(
+            f"--cost_curve {curve_path} is a folder: name a file that benchmark.py --json wrote"
+        )
 
     import jax
 
@@ -127,14 +133,26 @@ def _run():
         import dry_run
 
         seen = jax.devices()
-        devices = len(seen) if _DEVICES.value is None else _DEVICES.value
+        on_mesh = _MESH.value != 1
+        if on_mesh and _DEVICES.value is not None:
+            raise ValueError("--devices and --mesh are two ways to count: give one of them")
+        devices = _MESH.value if on_mesh else _DEVICES.value
+        devices = len(seen) if devices is None else devices
+        if on_mesh:
+            _check_split(target_path, devices)
         gb = _DEVICE_GB.value
         if gb is not None and not (math.isfinite(gb) and gb > 0):
             raise ValueError(f"--device_gb must be a number above 0, not {gb}")
         each = dry_run.device_bytes(seen[0]) if gb is None else int(gb * 1e9)
         print(
             dry_run.report(
-                target_path, drafter_path, dtype, devices, each, cache_dtype=_CACHE_DTYPE.value
+                target_path,
+                drafter_path,
+                dtype,
+                devices,
+                each,
+                mesh=on_mesh,
+                cache_dtype=_CACHE_DTYPE.value,
             )
         )
         return
@@ -142,11 +160,12 @@ def _run():
         # A GPU's own default is TF32, which keeps 10 bits of a number and not 23.
         jax.config.update("jax_default_matmul_precision", "highest")
     mesh = _mesh(jax, _MESH.value)
+    if mesh is not None:
+        _check_split(target_path, mesh.size)
     tokenizer = models.load_tokenizer(target_path)
     prompts, texts = _prompts(tokenizer, from_demo)
     target = models.load_target(target_path, mesh=mesh, dtype=dtype, cache_dtype=_CACHE_DTYPE.value)
     drafter = models.load_drafter(drafter_path, target, dtype=dtype) if needs_drafter else None
-    curve_path = _COST_CURVE.value
     # The demo's curve is of its own drafter, all in float32, for one request at a time on one device.
     is_of_the_curve = from_demo and _DRAFTER.value is None and on_cpu and mesh is None
     is_of_the_curve &= target.dtype == target.cache_dtype == "float32"
@@ -170,6 +189,9 @@ def _run():
     device = jax.devices()[0].device_kind
     if mesh is not None:
         device = f"{mesh.size} x {device}"
+    cache = jax.config.jax_compilation_cache_dir
+    for line in _notices(_MAX_NEW.value, target.max_context, cache):
+        print(line, file=sys.stderr, flush=True)
     decode = _compare if _COMPARE.value else _stream
     report = decode(target, drafter, tokenizer, config, prompts, texts, device)
     if json_file is not None:
@@ -187,6 +209,38 @@ def _mesh(jax, devices):
         return None
     kinds = (jax.sharding.AxisType.Auto,)
     return jax.make_mesh((devices,), ("model",), axis_types=kinds, devices=seen[:devices])
+
+
+def _check_split(target_path, devices):
+    """Refuses a number of devices that the target does not divide by.
+
+    Raises:
+      ValueError: such a number, or a config.json that `load_target` would refuse.
+    """
+    from ddtree_jax.models import KimiK26Config
+    from ddtree_jax.models.sharding import split_sizes
+
+    if devices < 1:
+        raise ValueError(f"--mesh must be at least 1, not {devices}")
+    sizes = split_sizes(KimiK26Config.from_json(target_path))
+    wrong = [f"{size} {what}" for what, size in sizes.items() if size % devices]
+    if wrong:
+        raise ValueError(
+            f"--mesh {devices} does not divide the target's {', '.join(wrong)}: give a divisor of "
+            f"{math.gcd(*sizes.values())}"
+        )
+
+
+def _notices(max_new, context, cache):
+    """Lines before the first text: that it will be shorter than asked for, and what it waits for."""
+    if max_new > context:
+        yield f"note: the context of {context} tokens ends a text before --max_new_tokens {max_new} does"
+    if not cache:
+        yield "compiling ..."
+    elif not os.path.isdir(cache) or not os.listdir(cache):
+        yield f"compiling; the next start finds the programs in {cache} ..."
+    else:
+        yield f"compiling what {cache} does not hold yet ..."
 
 
 def _budget(curve, on_cpu):

@@ -156,7 +156,8 @@ int ddtree_verify_attn_cuda(const ddtree_verify_attn_args* args, void* stream);
 
 // cache[layer, b, lengths[b] + i, :] = latents[b, i, :]; rows that fall outside 0 .. S - 1 are dropped. An e4m3 cache
 // gets latent / cache_scale[layer], divided in float32, rounded to nearest even and saturated at +-448. NaN and inf
-// become NaN, so that what is not finite stays visible.
+// become NaN, so that what is not finite stays visible. The scale must be finite, normal and above 0: by 0 or NaN
+// numbers become NaN or +-448, and a subnormal one counts as 0 on some devices.
 typedef struct ddtree_append_latents_args {
   DDTREE_ARGS_VERSION;
   void* cache;             // [layers, B, S, width] of `cache_dtype`, in place

@@ -114,10 +114,17 @@ def pack_experts(target: KimiK26) -> KimiK26:
         if path in slots:
             slots[path].set_value(parameter[...])
             continue
-        values, scale = quantization.quantize(parameter[...])
-        slots[(*path[:-1], f"{path[-1]}_packed")].set_value(quantization.pack(values))
+        words, scale = _packed(parameter[...])
+        slots[(*path[:-1], f"{path[-1]}_packed")].set_value(words)
         slots[(*path[:-1], f"{path[-1]}_scale")].set_value(scale)
     return packed
+
+
+@jax.jit
+def _packed(weight: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Words and scales of a float weight."""
+    values, scale = quantization.quantize(weight)
+    return quantization.pack(values), scale
 
 
 def _write_tensors(path, model: nnx.Module, rules: list[Rule], prefix: str):

@@ -15,6 +15,7 @@ from .config import LATENT_DIM, ROPE_DIM, DFlashConfig, KimiK26Config
 from .dflash import DFlashDrafter
 from .kimi_k26 import KimiK26, latent_cache_dtype
 from .layout import Path
+from .sharding import logical_axes
 from .tensors import INDEX, read_index
 
 _LAYER = re.compile(r"(?:language_model\.|model\.)*layers\.(\d+)\.")
@@ -29,6 +30,7 @@ class Footprint:
     Attributes:
       experts: routed experts, as they are held: packed int4 or fp8 with their scales, or floats.
       rest: everything else of the target.
+      whole: of `rest`, what a mesh keeps whole on every device.
       drafter: the drafter's parameters; 0 without one.
       row: caches of one position of one request, target and drafter together.
       max_context: positions that the target was made for.
@@ -37,6 +39,7 @@ class Footprint:
 
     experts: int
     rest: int
+    whole: int
     drafter: int
     row: int
     max_context: int
@@ -46,19 +49,28 @@ class Footprint:
     def weights(self) -> int:
         return self.experts + self.rest + self.drafter
 
-    def per_device(self, devices: int) -> int:
-        """Bytes of weights a device when they are split evenly over `devices`."""
-        return math.ceil(self.weights / devices)
+    def per_device(self, devices: int, *, mesh: bool = False) -> int:
+        """Bytes of weights a device, split evenly over `devices`, or as a mesh of them splits."""
+        whole = self.whole + self.drafter if mesh else 0
+        return whole + math.ceil((self.weights - whole) / devices)
 
-    def context(self, devices: int, device_bytes: int, *, batch: int = 1, nodes: int = 17) -> int:
+    def context(
+        self,
+        devices: int,
+        device_bytes: int,
+        *,
+        batch: int = 1,
+        nodes: int = 17,
+        mesh: bool = False,
+    ) -> int:
         """Positions that `batch` requests can have each; 0 when there is no room for one.
 
-        Weights are split over the devices; each device holds all rows of the caches, since all
+        Weights are split as `per_device` says; each device holds all rows of the caches, since all
         heads of latent attention read the same rows, the `nodes` of a round behind each request's
         last position, and their float32 logits.
         """
         logits = batch * nodes * self.vocab_size * 4
-        left = device_bytes - RESERVE - self.per_device(devices) - logits
+        left = device_bytes - RESERVE - self.per_device(devices, mesh=mesh) - logits
         return max(0, min(self.max_context, left // (self.row * batch) - (nodes - 1)))
 
 
@@ -85,15 +97,15 @@ def footprint(
     config = KimiK26Config.from_json(target_path)
     _check_index(target_path, config)
     size = jnp.dtype(dtype).itemsize
-    experts = rest = 0
-    for path, parameter in nnx.to_flat_state(
-        nnx.state(nnx.eval_shape(lambda: KimiK26(config, dtype=jnp.dtype(dtype))))
-    ):
+    experts = rest = whole = 0
+    target = nnx.eval_shape(lambda: KimiK26(config, dtype=jnp.dtype(dtype)))
+    for path, parameter in nnx.to_flat_state(nnx.state(target)):
         nbytes = math.prod(parameter.shape) * jnp.dtype(parameter.dtype).itemsize
         if _is_expert(path):
             experts += nbytes
         else:
             rest += nbytes
+            whole += 0 if any(logical_axes(path, parameter.shape)) else nbytes
     latent = latent_cache_dtype(cache_dtype, dtype).itemsize
     row = config.num_hidden_layers * (LATENT_DIM + ROPE_DIM) * latent
     drafter = 0
@@ -105,7 +117,9 @@ def footprint(
         abstract = nnx.eval_shape(lambda: DFlashDrafter(draft, dtype=jnp.dtype(dtype)))
         drafter = sum(math.prod(p.shape) for _, p in nnx.to_flat_state(nnx.state(abstract))) * size
         row += draft.num_hidden_layers * 2 * draft.num_key_value_heads * draft.head_dim * size
-    return Footprint(experts, rest, drafter, row, config.max_position_embeddings, config.vocab_size)
+    return Footprint(
+        experts, rest, whole, drafter, row, config.max_position_embeddings, config.vocab_size
+    )
 
 
 def _is_expert(path: Path) -> bool:

@@ -7,6 +7,7 @@ import dataclasses
 from flax import nnx
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
+from .config import KimiK26Config
 from .layout import Path
 
 #: Logical axes of the parameters that are split, by the end of their path; the others are whole everywhere.
@@ -60,7 +61,9 @@ class ShardingRules:
             )
         shardings = {}
         for path, parameter in nnx.to_flat_state(nnx.state(target)):
-            spec = tuple(name and getattr(self, name) for name in _logical(path, parameter.shape))
+            spec = tuple(
+                name and getattr(self, name) for name in logical_axes(path, parameter.shape)
+            )
             for size, axis in zip(parameter.shape, spec, strict=True):
                 if axis is not None and axis not in mesh.shape:
                     raise ValueError(f"the mesh has the axes {tuple(mesh.shape)}, but no {axis!r}")
@@ -73,7 +76,22 @@ class ShardingRules:
         return shardings
 
 
-def _logical(path: Path, shape: tuple[int, ...]) -> tuple[str | None, ...]:
+def split_sizes(config: KimiK26Config) -> dict[str, int]:
+    """What `ShardingRules` splits, by what users call it: every size must be a multiple of the mesh's axis."""
+    sizes = {"tokens of vocabulary": config.vocab_size, "heads": config.num_attention_heads}
+    layers = range(config.num_hidden_layers)
+    if not all(map(config.is_moe, layers)):
+        sizes["inner numbers of the dense MLP"] = config.intermediate_size
+    if any(map(config.is_moe, layers)):
+        sizes["routed experts"] = config.n_routed_experts
+        if config.n_shared_experts:
+            inner = config.n_shared_experts * config.moe_intermediate_size
+            sizes["inner numbers of the shared experts"] = inner
+    return sizes
+
+
+def logical_axes(path: Path, shape: tuple[int, ...]) -> tuple[str | None, ...]:
+    """The logical axis of each axis of a parameter; None where it is never split."""
     if "experts" in path:
         return ("experts",) + (None,) * (len(shape) - 1)
     for end, axes in _AXES.items():

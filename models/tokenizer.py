@@ -233,6 +233,10 @@ def load_tokenizer(path: str | os.PathLike) -> Tokenizer:
       ValueError: a file that cannot be read as what it is; the message names it.
     """
     folder = os.fspath(path)
+    if not os.path.isdir(folder):
+        raise FileNotFoundError(
+            f"{folder}: no such folder; give the one that holds config.json and tiktoken.model"
+        )
     model = os.path.join(folder, "tiktoken.model")
     if not os.path.isfile(model):
         if os.path.isfile(os.path.join(folder, "tokenizer.json")):

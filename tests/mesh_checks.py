@@ -27,8 +27,8 @@ from ddtree_jax.models.moe import expert_mlp, split_expert_mlp
 from ddtree_jax.models.placement import Placement
 from ddtree_jax.models.sharding import ShardingRules
 
-# One dense layer and three mixtures; few tokens, so that a drafter that knows nothing is right now and then.
-_LAYERS, _EXPERTS, _VOCAB = 4, 12, 16
+# One dense layer and two mixtures; few tokens, so that a drafter that knows nothing is right now and then.
+_LAYERS, _EXPERTS, _VOCAB = 3, 12, 16
 _TARGET = {
     "vocab_size": _VOCAB,
     "num_attention_heads": 4,
@@ -38,9 +38,8 @@ _TARGET = {
 _DRAFTER = {
     "vocab_size": _VOCAB,
     "num_target_layers": _LAYERS,
-    "dflash_config": {"mask_token_id": _VOCAB - 1, "target_layer_ids": [3, 0]},
+    "dflash_config": {"mask_token_id": _VOCAB - 1, "target_layer_ids": [2, 0]},
 }
-decode = jax.jit(ddtree_decode, static_argnames="config", donate_argnames="state")
 quick_decode = quick_compile.jit(ddtree_decode, static_argnames="config")
 
 
@@ -110,9 +109,14 @@ def check_experts(rng):
             both = routed.astype(jnp.float32) + shared(x).astype(jnp.float32)
             for devices, axis in ((2, "model"), (4, "model"), (4, None)):
                 placement = Placement(_mesh(devices), ShardingRules(experts=axis, inner=axis))
-                run = jax.jit(functools.partial(split_expert_mlp, placement=placement))
-                for one, want in ((None, routed), (shared, both)):
-                    got = run(x, ids, weights, layer.experts, one)
+                split = functools.partial(split_expert_mlp, placement=placement)
+
+                @quick_compile.jit
+                def alone_and_shared(*operands, shared, split=split):
+                    return split(*operands, None), split(*operands, shared)
+
+                results = alone_and_shared(x, ids, weights, layer.experts, shared=shared)
+                for got, want in zip(results, (routed, both), strict=True):
                     assert got.dtype == dtype and got.sharding.is_fully_replicated
                     error = error_of(got, np.asarray(want, np.float64))
                     assert error < bound, (kind, dtype, devices, error)
@@ -163,12 +167,13 @@ def _check_greedy(rng, plain, drafter, over):
     lengths = rng.integers(1, 41, 12).astype(np.int32)
     tokens = rng.integers(0, _VOCAB, (12, 40)).astype(np.int32)
     parted = accepted = rounds = 0
+    split = [over(devices) for devices in (2, 4)]
     for mode in ("ar", "chain", "ddtree"):
         config = DecodeConfig(mode=mode, budget=12, max_new_tokens=24, prefill_chunk=16)
         result = quick_decode(plain, drafter, tokens, lengths, config=config)
         want = continuations(result, lengths)
-        for devices in (2, 4):
-            result = quick_decode(*over(devices), tokens, lengths, config=config)
+        for models in split:
+            result = quick_decode(*models, tokens, lengths, config=config)
             parted += ties_between(plain, tokens, lengths, want, continuations(result, lengths))
             if mode == "ddtree":
                 histogram = np.asarray(result.accepted_histogram).sum(0)
@@ -205,10 +210,16 @@ def check_loop(rng):
     tokens = rng.integers(0, _VOCAB, (batch, 20)).astype(np.int32)
     whole = DecodeConfig(budget=budget, max_new_tokens=24)
     prefill = DecodeConfig(budget=budget, max_new_tokens=24, max_rounds=0)
-    state = decode(target, drafter, tokens, lengths, config=prefill).state
+    operands = (target, drafter, tokens, lengths)
+    state = quick_decode(*operands, config=prefill).state
     assert all(leaf.sharding.is_fully_replicated for leaf in jax.tree.leaves(state))
-    lowered = decode.lower(target, drafter, tokens, lengths, config=whole, state=state)
-    text = lowered.compile().as_text()
+    parted = quick_decode(*operands, config=whole, state=state)
+    at_once = quick_decode(*operands, config=whole)
+    np.testing.assert_array_equal(parted.tokens, at_once.tokens)
+
+    decode = jax.jit(ddtree_decode, static_argnames="config", donate_argnames="state")
+    decode = decode.lower(*operands, config=whole, state=state).compile()
+    text = decode.as_text()
 
     nodes, size, depth = budget + 1, target.hidden_size, drafter.block_size - 1
     moved = collections.Counter(collectives(text))
@@ -234,11 +245,9 @@ def check_loop(rng):
     assert not cache_copies(text, state.cache, state.draft_cache)
 
     held = [shard.data.unsafe_buffer_pointer() for shard in state.cache.addressable_shards]
-    result = decode(target, drafter, tokens, lengths, config=whole, state=state)
+    result = decode(*operands, state=state)
     cache = result.state.cache
     assert held == [shard.data.unsafe_buffer_pointer() for shard in cache.addressable_shards]
-    at_once = decode(target, drafter, tokens, lengths, config=whole)
-    np.testing.assert_array_equal(result.tokens, at_once.tokens)
 
     # The judge of texts runs the target outside of jit.
     prompt, text = tokens[1, :20].tolist(), continuations(result, lengths)[1]

@@ -73,17 +73,17 @@ def random_target(
     """A target of `TARGET` with `changes` to its config.json."""
     config = dataclasses.replace(KimiK26Config.from_json({**TARGET, **changes}), experts=experts)
     options = dict(dtype=dtype, cache_dtype=cache_dtype, cache_scale=cache_scale)
-    return _fill(rng, nnx.eval_shape(lambda: KimiK26(config, **options)))
+    return random_values(rng, nnx.eval_shape(lambda: KimiK26(config, **options)))
 
 
 def random_drafter(rng, *, dtype=jnp.float32, **changes) -> DFlashDrafter:
     """A drafter of `DRAFTER` with `changes` to its config.json."""
     config = DFlashConfig.from_json({**DRAFTER, **changes})
-    return _fill(rng, nnx.eval_shape(lambda: DFlashDrafter(config, dtype=dtype)))
+    return random_values(rng, nnx.eval_shape(lambda: DFlashDrafter(config, dtype=dtype)))
 
 
-def _fill(rng, model):
-    """Norms off one and biases off zero too, so that forgetting one of them shows."""
+def random_values(rng, model):
+    """A model of `nnx.eval_shape` with parameters: norms off one and biases off zero too, so that none is forgotten."""
     for path, parameter in nnx.to_flat_state(nnx.state(model)):
         name, shape = path[-1], parameter.shape
         if name.endswith("_packed"):

@@ -10,7 +10,8 @@ def append_latents(cache, latents, lengths, *, layer, cache_scale=None):
     """A copy of `cache` [layers, B, S, width] with cache[layer, b, lengths[b] + i] = latents[b, i].
 
     `latents` is [B, N, width], `lengths` i32[B] and `layer` an int; what falls outside is dropped. A
-    float8_e4m3fn cache gets `quantise`d latents by the layer's number of `cache_scale` f32[layers], 1 if None.
+    float8_e4m3fn cache gets `quantise`d latents by the layer's number of `cache_scale` f32[layers], 1 if None. What
+    a scale of 0 or NaN makes of them is the arithmetic's; a subnormal one may count as 0 elsewhere.
     """
     cache = np.array(cache)
     layers, _, rows, _ = cache.shape

@@ -169,7 +169,7 @@ def test_passes_of_several_sizes_copy_no_cache(rng):
 def test_the_unit_of_a_curve_does_not_matter(unit):
     curve = CostCurve((1, 2, 4), (unit, 1.1 * unit, 1.2 * unit), None, 0.1 * unit)
     log_probs = np.float32([[0, -0.1, -0.5, -1]])
-    budgets, pays = node_budgets(log_probs, np.int32([4]), curve)
+    budgets, pays = budgets_of(log_probs, np.int32([4]), curve)
     assert budgets.tolist() == [3] and pays
 
 
@@ -231,6 +231,6 @@ def test_curves_are_read_and_checked(tmp_path):
             assert DecodeConfig(cost_curve=few, **options).cost_curve == few
     assert DecodeConfig(cost_curve=CostCurve((1, 33), (1.0, 1.0)), budget=32).budget == 32
     with pytest.raises(ValueError, match="num_nodes"):
-        node_budgets(np.zeros((2, 3), np.float32), np.zeros((3,), np.int32), curve)
-    roots_alone = node_budgets(np.zeros((2, 1), np.float32), np.int32([1, 0]), curve)
+        budgets_of(np.zeros((2, 3), np.float32), np.zeros((3,), np.int32), curve)
+    roots_alone = budgets_of(np.zeros((2, 1), np.float32), np.int32([1, 0]), curve)
     assert roots_alone[0].tolist() == [0, 0] and not roots_alone[1]

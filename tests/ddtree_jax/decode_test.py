@@ -456,5 +456,7 @@ def test_equal_seeds_are_equal_in_every_form(rng):
     for seed in (np.uint32(2**32 - 5), np.int32(-5), -5):
         got = decode(target, drafter, tokens, lengths, config=config, seed=seed).tokens
         np.testing.assert_array_equal(got, want)
+    # Outside of jit every operation is compiled by itself, and the plain mode has the fewest.
+    config = dataclasses.replace(config, mode="ar")
     eager = ddtree_decode(target, drafter, tokens, lengths, config=config, seed=2**32 - 5).tokens
     np.testing.assert_array_equal(eager, want)

@@ -33,10 +33,10 @@ def test_every_round_builds_the_same_tree_and_accepts_the_same_nodes(golden):
     target, drafter, values, prompts = golden
     budget = _budget(values)
     rounds_seen = 0
-    # Its loop is compiled and never run.
+    # Whole decodes run as users compile them, below.
     prefill = quick_compile.jit(ddtree_decode, static_argnames="config")
-    step_draft = jax.jit(draft_tree, static_argnames="config")
-    step_verify = jax.jit(verify_round, static_argnames="config")
+    step_draft = quick_compile.jit(draft_tree, static_argnames="config")
+    step_verify = quick_compile.jit(verify_round, static_argnames="config")
     longest = max(len(values[f"{i}.prompt"]) for i in prompts)
     new = max(len(values[f"{i}.output"]) for i in prompts) + 16
     config = DecodeConfig(budget=budget, keep_spine=False, max_new_tokens=new, max_rounds=0)

@@ -1,15 +1,15 @@
 """Packed experts by ragged products against the float64 oracle."""
 
-import functools
-
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import quick_compile
 from expert_checks import KINDS, error_of, random_routing, random_shares, random_weights
 
 from ddtree_jax.long_experts import long_expert_mlp
 from ddtree_jax.reference.expert_mlp import expert_mlp as oracle
+
+mlp = quick_compile.jit(long_expert_mlp, static_argnames="experts_at_once")
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -22,8 +22,7 @@ def test_equals_the_oracle(rng, kind, dtype):
     weights = random_weights(rng, experts, hidden, inner)
     want = oracle(np.asarray(x, np.float64), ids, shares, *map(np.asarray, weights))
     together = int(rng.choice([1, 4, 32]))  # 1, 3 and all 6 in a turn of the loop
-    run = jax.jit(functools.partial(long_expert_mlp, experts_at_once=together))
-    got = run(x, ids, shares, *weights)
+    got = mlp(x, ids, shares, *weights, experts_at_once=together)
     assert got.dtype == dtype
     assert error_of(got, want) < (2e-6 if dtype == jnp.float32 else 3e-2)
 

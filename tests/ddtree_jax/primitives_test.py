@@ -245,10 +245,43 @@ def test_an_empty_batch_gives_empty_results():
     assert ddtree_jax.commit_path(cache, path, lengths).shape == cache.shape
 
 
-def test_a_gradient_is_refused_by_name(rng):
-    logits = rng.normal(size=(1, 2, 9)).astype(np.float32)
-    with pytest.raises(NotImplementedError, match="draft_topk"):
-        jax.grad(lambda x: ddtree_jax.draft_topk(x, 2)[0].sum())(logits)
+def _of_floats(name):
+    """A kernel as a function of one array of floats, to numbers."""
+    tree, i32 = a_tree(), functools.partial(zeros, dtype=I32)
+    path = ddtree_jax.tree_accept(tree, i32(1, 5))
+    cache, rows, lengths = zeros(1, 1, 9, 576), zeros(1, 5, 576), i32(1)
+    packed = i32(2, 64, 4), jnp.zeros((2, 64, 1), jnp.bfloat16), i32(2, 32, 4)
+    scales = jnp.zeros((2, 32, 1), jnp.bfloat16)
+    return {
+        "draft_topk": lambda x: ddtree_jax.draft_topk(x + zeros(1, 2, 9), 2)[0],
+        "tree_build": lambda x: (
+            ddtree_jax.tree_build(x + zeros(1, 4, 3), i32(1, 4, 3), i32(1), budget=4).log_probs
+        ),
+        "append_latents": lambda x: ddtree_jax.append_latents(cache, x + rows, lengths, layer=0),
+        "verify_attn": lambda x: ddtree_jax.verify_attn(
+            x + zeros(1, 5, 2, 576), cache, lengths, tree, scale=0.1, layer=0
+        ),
+        "commit_path": lambda x: ddtree_jax.commit_path(x + cache, path, lengths),
+        "expert_mlp": lambda x: ddtree_jax.expert_mlp(
+            x + zeros(3, 32), i32(3, 1), zeros(3, 1), *packed, scales
+        ),
+    }[name]
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["draft_topk", "tree_build", "append_latents", "verify_attn", "commit_path", "expert_mlp"],
+)
+def test_a_gradient_is_refused_with_the_remedy(name):
+    kernel = _of_floats(name)
+    for call in (kernel, jax.jit(kernel)):
+        with pytest.raises(NotImplementedError, match=f"^{name} has no derivative: .* plain pass"):
+            jax.eval_shape(jax.grad(lambda x, call=call: call(x).sum()), 0.0)
+        with pytest.raises(NotImplementedError, match=f"^{name} has no derivative"):
+            jax.eval_shape(lambda x, call=call: jax.jvp(call, (x,), (x,)), 0.0)
+        # What asks for no derivative of it is served.
+        still = jax.grad(lambda x, call=call: x + call(jax.lax.stop_gradient(x)).sum())
+        assert jax.eval_shape(still, 0.0).shape == ()
 
 
 I32, F32, E4M3 = np.int32, np.float32, ml_dtypes.float8_e4m3fn
@@ -437,6 +470,16 @@ def commit(nodes=(1, 4), dtype=I32):
             ),
             ValueError,
             ["max_new", "[2]"],
+        ),
+        *(
+            (
+                lambda wrong=wrong: append(
+                    cache_dtype=E4M3, cache_scale=np.array([1, wrong], np.float32)
+                ),
+                ValueError,
+                ["cache_scale must be finite and at least 1.2e-38", "[1.0, "],
+            )
+            for wrong in (0.0, -1.0, np.inf, np.nan, 1e-39)
         ),
         (
             lambda: ddtree_jax.chain_tree(zeros(1, 258, dtype=I32), zeros(1, dtype=I32)),

@@ -1,9 +1,13 @@
 """tree_build against the heap, the reference implementation's trees, and the tree's own promises."""
 
+import functools
+
 import hypothesis
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
+import quick_compile
 from hypothesis import strategies as st
 from primitive_checks import assert_tree, check_tree_build, random_tree, tree_build
 
@@ -57,26 +61,32 @@ GOLDEN_FIELDS = (
 )
 
 
+@functools.partial(quick_compile.jit, static_argnames="budget")
+def _tree_and_walk(logits, target, budget):
+    """The three kernels in one program, which every golden tree of another shape compiles."""
+    k = max(1, min(budget, logits.shape[2]))
+    log_probs, token_ids = ddtree_jax.draft_topk(logits, k)
+    tree = ddtree_jax.tree_build(log_probs, token_ids, jnp.array([7], jnp.int32), budget=budget)
+    return tree, ddtree_jax.tree_accept(tree, target)
+
+
 def test_golden_trees_and_walks(request):
     trees = golden_trees(np.load(request.config.rootpath / "tests/data/golden_trees.npz"))
     assert len(trees) == 120
     for golden in trees:
         logits, budget = golden["logits"].astype(np.float32), int(golden["budget"])
-        k = max(1, min(budget, logits.shape[1]))
-        log_probs, token_ids = ddtree_jax.draft_topk(logits[None], k)
-        tree = ddtree_jax.tree_build(log_probs, token_ids, np.array([7], np.int32), budget=budget)
-        tree = jax.tree.map(np.asarray, tree)  # JAX would compile each slice below
-        n = int(tree.num_nodes[0])
-        assert n == len(golden["parents"])
+        n = len(golden["parents"])
+        target = np.zeros((1, budget + 1), np.int32)
+        target[0, :n] = golden["target_tokens"]
+        # JAX would compile each slice below.
+        tree, path = jax.tree.map(np.asarray, _tree_and_walk(logits[None], target, budget))
+        assert int(tree.num_nodes[0]) == n
         np.testing.assert_array_equal(tree.tokens[0, 1:n], golden["tokens"])
         np.testing.assert_array_equal(tree.depths[0, 1:n], golden["depths"])
         np.testing.assert_array_equal(tree.parents[0, :n], golden["parents"])
         visible = np.unpackbits(tree.ancestors[0, :n].view(np.uint8), axis=-1, bitorder="little")
         np.testing.assert_array_equal(visible[:, :n], golden["visible"])
 
-        target = np.zeros((1, budget + 1), np.int32)
-        target[0, :n] = golden["target_tokens"]
-        path = jax.tree.map(np.asarray, ddtree_jax.tree_accept(tree, target))
         count = int(path.num_emitted[0])
         np.testing.assert_array_equal(path.nodes[0, :count], golden["accepted"])
         assert path.tokens[0, count - 1] == golden["bonus"]

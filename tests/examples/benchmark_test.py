@@ -11,6 +11,7 @@ import types
 
 import compile_options
 import numpy as np
+import programs
 import pytest
 import quick_compile
 import step_floors
@@ -131,17 +132,35 @@ def test_curve_suite(tmp_path):
 
 def test_compile_suite(tmp_path):
     out = tmp_path / "compile.json"
-    arguments = ["--suite=compile", "--size=small", "--layers=2", f"--json={out}"]
-    done = subprocess.run(
-        [sys.executable, str(_SCRIPT), *arguments],
-        env=_ENVIRONMENT,
-        cwd=_SCRIPT.parent,
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
+    done = programs.run(_SCRIPT, "--suite=compile", "--size=small", "--layers=2", f"--json={out}")
     assert done.returncode == 0, done.stderr[-3000:]
     report = json.loads(out.read_text())
     assert report["layers"] == 2
     # XLA's part is what grows; all of them took time.
     assert report["compile"] > report["trace"] > 0 and report["lower"] > 0
+
+
+@pytest.mark.parametrize(
+    "flags, words",
+    [
+        (["--nodes=a,b"], "--nodes must be whole numbers above 0, not a,b"),
+        (["--nodes=1,2.5"], "--nodes must be whole numbers above 0, not 1,2.5"),
+        (["--nodes="], "--nodes must ascend from 1 to at most 257, not []"),
+        (["--nodes=4,9"], "--nodes must ascend from 1 to at most 257, not [4, 9]"),
+        (["--nodes=1,9,9"], "--nodes must ascend from 1"),
+        (["--nodes=1,258"], "at most 257, not [1, 258]"),
+        (["--prefixes=x"], "--prefixes must be whole numbers above 0, not x"),
+        (["--prefixes=-3"], "--prefixes must be whole numbers above 0, not -3"),
+        (["--prefixes=4090"], "--prefixes 4090 and a pass of 65 nodes are more than the target's"),
+        (["--repeats=0"], "--repeats must be at least 1, not 0"),
+        (["--batch_size=0"], "--batch_size must be at least 1, not 0"),
+        (["--layers=0"], "--layers must be at least 1, not 0"),
+        (["--checkpoint=/no/such"], "--checkpoint and --drafter go together"),
+        (["--checkpoint=/no/such", "--drafter=/no/such"], "/no/such: no such folder"),
+    ],
+)
+def test_bad_flags_are_one_line(flags, words):
+    done = programs.run(_SCRIPT, "--suite=curve", *flags)
+    assert done.returncode != 0
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("error: ") and words in line

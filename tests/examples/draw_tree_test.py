@@ -3,11 +3,10 @@
 import ast
 import os
 import pathlib
-import subprocess
-import sys
 
 import jax.numpy as jnp
 import numpy as np
+import programs
 import pytest
 import quick_compile
 from rich.console import Console
@@ -20,9 +19,7 @@ _SCRIPT = pathlib.Path(__file__).parents[2] / "examples" / "draw_tree.py"
 
 
 def _run(*arguments):
-    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": quick_compile.XLA_FLAGS}
-    command = [sys.executable, str(_SCRIPT), *arguments]
-    return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
+    return programs.run(_SCRIPT, *arguments, env={"XLA_FLAGS": quick_compile.XLA_FLAGS})
 
 
 def test_picture_names_shares_order_and_path():

@@ -5,13 +5,12 @@ import os
 import pathlib
 import re
 import shutil
-import subprocess
-import sys
 import types
 
 import jax
 import jax.numpy as jnp
 import losslessness
+import programs
 import pytest
 import quick_compile
 from runner import Runner
@@ -29,9 +28,8 @@ def cache(tmp_path_factory):
 
 
 def _run(*arguments, cache="", xla_flags=quick_compile.XLA_FLAGS):
-    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": xla_flags}
-    command = [sys.executable, str(_SCRIPT), f"--compilation_cache={cache}", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
+    flags = (f"--compilation_cache={cache}", *arguments)
+    return programs.run(_SCRIPT, *flags, env={"XLA_FLAGS": xla_flags})
 
 
 def _refused(*arguments, **options):
@@ -84,6 +82,9 @@ def test_text_figures_and_json(tmp_path, cache):
     for word in ("tokens/s", "rounds", "accepted", "ddtree", "cpu"):
         assert word in last
 
+    # The cache's folder was empty; a later start may find something there.
+    assert f"compiling; the next start finds the programs in {cache} ...\n" == done.stderr
+
     # One batch of both prompts, and another mode, give the same text.
     again = tmp_path / "again.json"
     done = _run(
@@ -99,6 +100,7 @@ def test_text_figures_and_json(tmp_path, cache):
     assert done.returncode == 0, done.stderr
     texts = [one["text"] for one in json.loads(again.read_text())["completions"]]
     assert texts == [first["text"], second["text"]]
+    assert f"compiling what {cache} does not hold yet ...\n" == done.stderr
 
 
 def test_compare_prints_the_three_modes(tmp_path, cache):
@@ -142,7 +144,10 @@ def test_a_mesh_gives_the_same_text(tmp_path):
 def test_a_mesh_that_does_not_divide_the_target_is_refused():
     on_three = "--xla_force_host_platform_device_count=3"
     line = _refused("--mesh=3", xla_flags=on_three)
-    assert "embed_tokens (4096, 256) does not split" in line and "mesh" in line
+    assert line.startswith("error: --mesh 3 does not divide the target's 4096 tokens of vocabulary")
+    assert "4 heads" in line and line.endswith("give a divisor of 4")
+    # None of these devices need be there to be counted with.
+    assert "--mesh 3 does not divide" in _refused("--dry_run", "--mesh=3")
 
 
 def test_the_demo_on_a_cpu_verifies_what_pays(tmp_path, cache):
@@ -168,15 +173,16 @@ def test_the_demo_s_curve_is_one():
 
 def test_chat_prompts_end_where_the_assistant_begins(cache, tmp_path):
     out = tmp_path / "out.json"
-    done = _run("--chat", "--prompt=Hello", "--max_new_tokens=4", f"--json={out}", cache=cache)
+    # As many tokens as above, whose program the cache has.
+    done = _run("--chat", "--prompt=Hello", "--max_new_tokens=48", f"--json={out}", cache=cache)
     assert done.returncode == 0, done.stderr
-    assert len(json.loads(out.read_text())["completions"][0]["tokens"]) <= 4
+    assert len(json.loads(out.read_text())["completions"][0]["tokens"]) <= 48
 
 
 @pytest.mark.parametrize(
     "arguments, words",
     [
-        (["--checkpoint=/no/such/folder", "--mode=ar", "--prompt=x"], ["/no/such/folder"]),
+        (["--checkpoint=/no/such", "--mode=ar", "--prompt=x"], ["error: /no/such: no such folder"]),
         (["--drafter=/no/such/folder", "--prompt=x"], ["/no/such/folder"]),
         (["--prompt_file=/no/such/file"], ["/no/such/file"]),
         (["--prompt="], ["empty"]),
@@ -187,6 +193,10 @@ def test_chat_prompts_end_where_the_assistant_begins(cache, tmp_path):
         (["--mesh=2"], ["--mesh", "1 .. 1", "2"]),
         (["--mesh=0"], ["--mesh", "0"]),
         (["--json=/"], ["--json", "folder"]),
+        (["--cost_curve=/"], ["--cost_curve / is a folder", "benchmark.py"]),
+        (["--cost_curve=/no/such.json"], ["/no/such.json"]),
+        (["--dry_run", "--mesh=2", "--devices=2"], ["--mesh", "--devices"]),
+        (["--dry_run", "--mesh=0"], ["--mesh", "0"]),
         (["--json=/no/such/folder/x.json"], ["/no/such/folder"]),
         (["--batch_size=0"], ["batch_size"]),
         (["--max_new_tokens=0"], ["--max_new_tokens", "at least 1"]),
@@ -258,6 +268,9 @@ def test_dry_run_loads_nothing(tmp_path):
     wide = _run("--dry_run", *folders).stdout
     assert "15,872 bytes a position of a request (latents in float32)" in wide
     assert "5,504 bytes a position of a request (latents in float8_e4m3fn)" in small
+    on_mesh = _run("--dry_run", *folders, "--mesh=4", "--device_gb=4.2").stdout
+    for words in ("4 x 4.2 GB: ", " of the target, the drafter and the caches on every device"):
+        assert words in on_mesh
     assert "does not fit: 4.0 GB" in _run("--dry_run", "--device_gb=4").stdout
     assert "--devices" in _refused("--dry_run", "--devices=0")
 
@@ -283,6 +296,15 @@ def test_a_report_replaces_the_file_behind_a_link_and_not_a_device(tmp_path):
     generate._write(generate._output_file("/dev/null"), "new")
     assert pathlib.Path("/dev/null").is_char_device()
     assert sorted(tmp_path.iterdir()) == [link, old]
+
+
+def test_what_is_said_before_the_first_text(tmp_path):
+    import generate
+
+    assert list(generate._notices(9, 9, None)) == ["compiling ..."]
+    note, waiting = generate._notices(10, 9, tmp_path)
+    assert "context of 9 tokens ends a text before --max_new_tokens 10" in note
+    assert waiting == f"compiling; the next start finds the programs in {tmp_path} ..."
 
 
 def test_the_runner_counts_prompts_in_the_callers_list():

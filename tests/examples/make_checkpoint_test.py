@@ -1,13 +1,11 @@
 """A random checkpoint of make_checkpoint.py: loaded here, and dequantised by NumPy into transformers."""
 
 import json
-import os
 import pathlib
-import subprocess
-import sys
 
 import jax
 import numpy as np
+import programs
 import pytest
 import quick_compile
 from published_configs import FOLDERS, toy
@@ -32,13 +30,7 @@ _NOT_FOR_TRANSFORMERS = (
 
 
 def _make(*flags):
-    return subprocess.run(
-        [sys.executable, _SCRIPT, *flags],
-        cwd=_SCRIPT.parent,
-        env={**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": quick_compile.XLA_FLAGS},
-        capture_output=True,
-        text=True,
-    )
+    return programs.run(_SCRIPT, *flags, env={"XLA_FLAGS": quick_compile.XLA_FLAGS})
 
 
 def _tensors(folder):

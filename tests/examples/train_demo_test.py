@@ -19,6 +19,7 @@ import pytest
 import quick_compile
 from flax import nnx
 from routing import CLEAR, clear_tokens, routing_margin
+from tiny_models import random_values
 
 from ddtree_jax.models import DFlashDrafter, KimiK26, load_drafter, load_target, quantization
 from ddtree_jax.models import demo as shipped
@@ -57,6 +58,12 @@ def demo():
         load_drafter(_DEMO / "drafter", target, dtype="float32"),
         load_tokenizer(_DEMO / "target"),
     )
+
+
+def _toy(rng, kind, config):
+    """A random model of the toy sizes."""
+    config = config(demo_model.SIZES["toy"])
+    return random_values(rng, nnx.eval_shape(lambda: kind(config, dtype=jnp.float32)))
 
 
 def _prompts(tokenizer) -> list[list[int]]:
@@ -130,10 +137,9 @@ def test_a_missing_extra_is_one_line():
 def test_greedy_continuation_is_the_argmax_of_the_plain_pass(rng):
     import demo_generation
 
-    config = demo_model.target_config(demo_model.SIZES["toy"])
-    model = KimiK26(config, dtype=jnp.float32, rngs=nnx.Rngs(int(rng.integers(2**31))))
+    model = _toy(rng, KimiK26, demo_model.target_config)
     while True:
-        prompts = rng.integers(0, config.vocab_size, (3, 5)).astype(np.uint16)
+        prompts = rng.integers(0, model.vocab_size, (3, 5)).astype(np.uint16)
         made = demo_generation.continue_windows(
             *nnx.split(model), prompts, length=12, temperature=np.zeros(3), seed=0
         )
@@ -180,10 +186,8 @@ def test_tree_depth_against_all_paths(rng):
 
 def test_training_blocks_see_what_drafting_sees(rng):
     """Many blocks in one masked pass give the logits of one cached draft after another."""
-    sizes = demo_model.SIZES["toy"]
-    rngs = nnx.Rngs(int(rng.integers(2**31)))
-    target = KimiK26(demo_model.target_config(sizes), dtype=jnp.float32, rngs=rngs)
-    drafter = DFlashDrafter(demo_model.drafter_config(sizes), dtype=jnp.float32, rngs=rngs)
+    target = _toy(rng, KimiK26, demo_model.target_config)
+    drafter = _toy(rng, DFlashDrafter, demo_model.drafter_config)
     tokens = jnp.asarray(clear_tokens(rng, target, (1, 48)))
     anchors = np.sort(rng.choice(np.arange(1, tokens.shape[1] - 8), 3, replace=False))
     logits, labels = quick_compile.jit(demo_drafter.block_logits)(

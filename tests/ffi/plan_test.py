@@ -13,7 +13,14 @@ pytestmark = pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc
 
 def test_all_work_is_done_once_and_merged(rng, tmp_path):
     program = tmp_path / "plan_test"
-    command = ["nvcc", "-std=c++17", "-O1", "-arch=sm_80", f"-I{_HERE.parents[1]}", str(_HERE / "plan_test.cu")]
+    command = [
+        "nvcc",
+        "-std=c++17",
+        "-O1",
+        "-arch=sm_80",
+        f"-I{_HERE.parents[1]}",
+        str(_HERE / "plan_test.cu"),
+    ]
     done = subprocess.run(
         [*command, "-o", str(program)], capture_output=True, text=True, timeout=300
     )

@@ -174,7 +174,7 @@ def test_taps_outside_the_target_are_refused(rng):
     target = random_target(rng)
     tokens = jnp.zeros((1, 2), jnp.int32)
     with pytest.raises(ValueError, match="layer 3 lies outside the target's 3 layers"):
-        target.forward(tokens, positions_of(tokens), taps=(3,))
+        jax.eval_shape(lambda: target.forward(tokens, positions_of(tokens), taps=(3,)))
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])

@@ -9,6 +9,7 @@ import sys
 
 import jax
 import numpy as np
+import programs
 import pytest
 from published_configs import toy
 from safetensors.numpy import load_file, save_file
@@ -57,15 +58,14 @@ def test_beside_the_weights_there_is_less_than_a_second_layer(tmp_path):
     values["text_config"].update(_MANY)
     config.write_text(json.dumps(values))
     environment = {**os.environ, "JAX_PLATFORMS": "cpu"}
-    made = [
-        sys.executable,
+    made = programs.run(
         _EXAMPLES / "make_checkpoint.py",
         f"--config={config}",
         f"--output={tmp_path / 'made'}",
         "--layers=5",
         "--shard_gb=0.05",
-    ]
-    subprocess.run(made, env=environment, cwd=_EXAMPLES, check=True, capture_output=True)
+    )
+    assert made.returncode == 0, made.stderr
     done = subprocess.run(
         [sys.executable, "-c", _MEASURED, tmp_path / "made"],
         # Large arrays of real size come from the system and go back to it; here glibc would keep some.

@@ -39,30 +39,6 @@ def test_two_hundred_ragged_prompts_in_three_modes(rng):
     assert accepted / rounds > 1.15  # Else drafts were never accepted and nothing was tested.
 
 
-def test_sampled_text_is_the_same_in_every_mode_budget_and_batch(rng):
-    target, drafter = random_target(rng, **SMALL), random_drafter(rng, **MASK)
-    tokens, lengths = random_prompts(rng, 8, 20, 12)
-    options = dict(max_new_tokens=NEW, temperature=0.9, top_p=0.95, seed=int(rng.integers(1000)))
-    texts = []
-    for mode, budget in (("ar", 1), ("chain", 1), ("ddtree", 5), ("ddtree", 24)):
-        config = DecodeConfig(mode=mode, budget=budget, **options)
-        texts.append(
-            continuations(quick_decode(target, drafter, tokens, lengths, config=config), lengths)
-        )
-    # A draw that falls within rounding of a boundary may part two runs; more than one would not be that.
-    for other in texts[1:]:
-        assert sum(a != b for a, b in zip(texts[0], other, strict=True)) <= 1
-    config = DecodeConfig(mode="ddtree", budget=5, **options)
-    alone = [
-        continuations(
-            quick_decode(target, drafter, tokens[b : b + 1], lengths[b : b + 1], config=config),
-            lengths[b : b + 1],
-        )[0]
-        for b in range(3)
-    ]
-    assert sum(a != b for a, b in zip(alone, texts[2][:3], strict=True)) <= 1
-
-
 @pytest.mark.parametrize("cache_dtype", [None, "float8_e4m3fn"])
 def test_decode_loop_copies_no_cache(rng, cache_dtype):
     target, drafter = random_target(rng, cache_dtype=cache_dtype), random_drafter(rng)

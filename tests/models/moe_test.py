@@ -1,13 +1,17 @@
 """Routed experts and the router against loops in NumPy."""
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import quick_compile
 from routing import CLEAR, margin
 from tiny_models import random_target
 
-from ddtree_jax.models.moe import dense_expert_mlp, expert_mlp
+from ddtree_jax.models import moe
+
+expert_mlp = quick_compile.jit(moe.expert_mlp)
+dense_expert_mlp = quick_compile.jit(moe.dense_expert_mlp)
+route = quick_compile.jit(lambda router, x: router(x))
 
 
 def _layer(rng, experts="float", **changes):
@@ -40,7 +44,7 @@ def test_expert_mlp(rng, kind, tokens):
     ids = np.stack([rng.permutation(6)[:2] for _ in range(tokens)]).astype(np.int32)
     ids[rng.random(ids.shape) < 0.2] = -1
     weights = rng.random(ids.shape).astype(np.float32)
-    got = jax.jit(expert_mlp)(x, ids, weights, experts)
+    got = expert_mlp(x, ids, weights, experts)
     want = _by_hand(x, ids, weights, experts)
     np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-5)
     if kind == "float":
@@ -68,7 +72,7 @@ def test_router(rng, groups, kept, normalise):
         rng, n_group=groups, topk_group=kept, norm_topk_prob=normalise, routed_scaling_factor=2.5
     ).gate
     x = rng.normal(0, 1, (40, 64)).astype(np.float32)
-    ids, weights = router(jnp.asarray(x))
+    ids, weights = route(router, jnp.asarray(x))
     scores = 1 / (1 + np.exp(-(x.astype(np.float64) @ np.asarray(router.kernel[...], np.float64))))
     choice = scores + np.asarray(router.e_score_correction_bias[...])
     (clear,) = np.nonzero(margin(choice, router.config) > CLEAR)

@@ -4,8 +4,15 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+import quick_compile
 
 from ddtree_jax.models import quantization
+
+# Each as one program, where every operation of its own would be compiled.
+pack = quick_compile.jit(quantization.pack)
+unpack = quick_compile.jit(quantization.unpack)
+quantize = quick_compile.jit(quantization.quantize)
+dequantize = quick_compile.jit(quantization.dequantize, static_argnums=2)
 
 
 def _unpack(words):
@@ -20,14 +27,14 @@ def _unpack(words):
 
 def test_pack_and_unpack(rng):
     values = rng.integers(-8, 8, (3, 5, 64)).astype(np.int8)
-    words = quantization.pack(jnp.asarray(values))
+    words = pack(jnp.asarray(values))
     assert words.dtype == jnp.int32 and words.shape == (3, 5, 8)
     np.testing.assert_array_equal(_unpack(np.asarray(words)), values)
-    np.testing.assert_array_equal(quantization.unpack(words), values)
+    np.testing.assert_array_equal(unpack(words), values)
 
 
 def test_the_first_number_is_the_lowest_nibble():
-    words = quantization.pack(jnp.asarray([[-8, 0, 0, 0, 0, 0, 0, 7]], jnp.int8))
+    words = pack(jnp.asarray([[-8, 0, 0, 0, 0, 0, 0, 7]], jnp.int8))
     assert int(words[0, 0]) & 0xFFFFFFFF == 0xF8888880
 
 
@@ -35,7 +42,7 @@ def test_the_first_number_is_the_lowest_nibble():
 def test_dequantize(rng, dtype):
     words = rng.integers(-(2**31), 2**31, (4, 12)).astype(np.int32)
     scale = rng.normal(0, 0.1, (4, 3)).astype(ml_dtypes.bfloat16)
-    got = quantization.dequantize(jnp.asarray(words), jnp.asarray(scale), dtype)
+    got = dequantize(jnp.asarray(words), jnp.asarray(scale), dtype)
     want = _unpack(words) * np.repeat(scale.astype(np.float32), 32, axis=1)
     assert got.dtype == dtype
     np.testing.assert_array_equal(got, want.astype(dtype))
@@ -44,7 +51,7 @@ def test_dequantize(rng, dtype):
 def test_quantize_rounds_to_the_nearest_step(rng):
     weight = rng.normal(0, 1, (6, 96)).astype(np.float32)
     weight[2, 32:64] = 0
-    values, scale = quantization.quantize(jnp.asarray(weight))
+    values, scale = quantize(jnp.asarray(weight))
     assert scale.dtype == jnp.bfloat16 and scale.shape == (6, 3)
     assert np.asarray(values).min() >= -7 and np.asarray(values).max() <= 7
     step = np.repeat(np.asarray(scale, np.float32), 32, axis=1)
@@ -56,15 +63,15 @@ def test_quantize_rounds_to_the_nearest_step(rng):
 
 def test_quantizing_twice_changes_nothing(rng):
     weight = jnp.asarray(rng.normal(0, 1, (4, 64)), jnp.float32)
-    values, scale = quantization.quantize(weight)
-    grid = quantization.dequantize(quantization.pack(values), scale, jnp.float32)
-    again, scale_again = quantization.quantize(grid)
-    regrid = quantization.dequantize(quantization.pack(again), scale_again, jnp.float32)
+    values, scale = quantize(weight)
+    grid = dequantize(pack(values), scale, jnp.float32)
+    again, scale_again = quantize(grid)
+    regrid = dequantize(pack(again), scale_again, jnp.float32)
     np.testing.assert_allclose(regrid, grid, rtol=2**-7)
 
 
 def test_odd_sizes_are_refused():
     with pytest.raises(ValueError, match="multiple of 32, not 40"):
-        quantization.quantize(jnp.zeros((2, 40)))
+        quantize(jnp.zeros((2, 40)))
     with pytest.raises(ValueError, match="multiple of 8, not 12"):
-        quantization.pack(jnp.zeros((2, 12), jnp.int8))
+        pack(jnp.zeros((2, 12), jnp.int8))

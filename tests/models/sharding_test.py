@@ -1,17 +1,15 @@
 """Loading onto a mesh of eight CPU devices: what lies where, and that a plain pass gives the same."""
 
-import os
 import pathlib
-import subprocess
-import sys
 
 import jax
+import programs
 import pytest
 import quick_compile
 from jax.sharding import AxisType
 from tiny_models import random_target
 
-from ddtree_jax.models.sharding import ShardingRules
+from ddtree_jax.models.sharding import ShardingRules, split_sizes
 
 _ON_EIGHT = """
 import pathlib
@@ -74,20 +72,11 @@ print("equal")
 
 def test_on_eight_devices(rng, tmp_path):
     tests = pathlib.Path(__file__).resolve().parents[1]
-    folders = [str(tests), str(tests.parent / "examples"), os.environ.get("PYTHONPATH", "")]
-    done = subprocess.run(
-        [sys.executable, "-c", _ON_EIGHT.format(seed=rng.integers(2**32))],
-        env={
-            **os.environ,
-            "PYTHONPATH": os.pathsep.join(folders),
-            "JAX_PLATFORMS": "cpu",
-            "XLA_FLAGS": f"{quick_compile.XLA_FLAGS} --xla_force_host_platform_device_count=8",
-        },
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
+    program = tmp_path / "on_eight.py"
+    program.write_text(_ON_EIGHT.format(seed=rng.integers(2**32)))
+    flags = f"{quick_compile.XLA_FLAGS} --xla_force_host_platform_device_count=8"
+    paths = [tests, tests.parent / "examples"]
+    done = programs.run(program, paths=paths, env={"XLA_FLAGS": flags}, cwd=tmp_path)
     assert done.stdout.strip() == "equal", done.stderr
 
 
@@ -106,6 +95,27 @@ def _mesh(name="model", kind=AxisType.Auto):
 def test_meshes_that_are_refused(rng, mesh, message):
     with pytest.raises(ValueError, match=message):
         ShardingRules().shardings(random_target(rng), mesh)
+
+
+@pytest.mark.parametrize("dense, shared", [(1, 1), (0, 0), (3, 1)])
+def test_split_sizes_are_those_that_a_mesh_must_divide(rng, dense, shared):
+    target = random_target(
+        rng,
+        vocab_size=48,
+        num_attention_heads=12,
+        n_routed_experts=24,
+        first_k_dense_replace=dense,
+        n_shared_experts=shared,
+    )
+    sizes = split_sizes(target.config)
+    assert len(sizes) == 2 + (dense > 0) + (dense < 3) * (1 + shared)
+    for devices in (*range(1, 13), 24, 32, 48):
+        mesh = jax.sharding.AbstractMesh((devices,), ("model",), axis_types=(AxisType.Auto,))
+        if all(size % devices == 0 for size in sizes.values()):
+            ShardingRules().shardings(target, mesh)
+        else:
+            with pytest.raises(ValueError, match="does not split"):
+                ShardingRules().shardings(target, mesh)
 
 
 def test_an_axis_that_does_not_split_is_named(rng):

@@ -31,6 +31,7 @@ def _functions(report):
         *((path.name, "120") for path in sorted((_FFI / "cuda").glob("*.cu"))),
         ("expert_mlp.cu", "90a"),
         ("verify_attn_hopper.cu", "90a"),
+        ("verify_attn_few_hopper.cu", "90a"),
     ],
 )
 def test_no_spills(source, arch, tmp_path):

@@ -27,6 +27,7 @@ CUDA_SRCS = [
     "cuda/tree_accept.cu",
     "cuda/tree_build.cu",
     "cuda/verify_attn.cu",
+    "cuda/verify_attn_few_hopper.cu",
     "cuda/verify_attn_hopper.cu",
 ]
 

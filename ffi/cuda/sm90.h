@@ -78,7 +78,17 @@ __device__ __forceinline__ void load_box(void* to, const CUtensorMap* map, uint6
       : "memory");
 }
 
-// The same from a three-dimensional map.
+// The same copy to the same place in each block of the cluster whose bit is set, whose barrier it arrives at.
+__device__ __forceinline__ void load_box_for_all(void* to, const CUtensorMap* map, uint64_t* barrier, int column,
+                                                 int row, uint32_t blocks) {
+  asm volatile(
+      "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster [%0], "
+      "[%1, {%2, %3}], [%4], %5;" ::"r"(shared_address(to)),
+      "l"(map), "r"(column), "r"(row), "r"(shared_address(barrier)), "h"(static_cast<uint16_t>(blocks))
+      : "memory");
+}
+
+// A copy of one box from a three-dimensional map.
 __device__ __forceinline__ void load_box(void* to, const CUtensorMap* map, uint64_t* barrier, int column, int row,
                                          int plane) {
   asm volatile(
@@ -86,6 +96,45 @@ __device__ __forceinline__ void load_box(void* to, const CUtensorMap* map, uint6
       "[%5];" ::"r"(shared_address(to)),
       "l"(map), "r"(column), "r"(row), "r"(plane), "r"(shared_address(barrier))
       : "memory");
+}
+
+// Blocks of this block's cluster.
+__device__ __forceinline__ int cluster_size() {
+  uint32_t size;
+  asm("mov.u32 %0, %%cluster_nctarank;" : "=r"(size));
+  return static_cast<int>(size);
+}
+
+// A barrier of all threads of a cluster that have not ended: what they wrote before they arrived is seen by those that
+// have waited.
+__device__ __forceinline__ void arrive_at_cluster() {
+  asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
+}
+
+// Where nothing that was written need be seen.
+__device__ __forceinline__ void arrive_at_cluster_relaxed() {
+  asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
+}
+
+__device__ __forceinline__ void wait_for_cluster() {
+  asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
+}
+
+// Where block `rank` of the cluster has what lies at `address` here.
+__device__ __forceinline__ uint32_t address_in(uint32_t address, int rank) {
+  uint32_t there;
+  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(address), "r"(rank));
+  return there;
+}
+
+// Reads the shared memory of a block of the cluster.
+__device__ __forceinline__ uint4 load_from_cluster(uint32_t address) {
+  uint4 x;
+  asm volatile("ld.shared::cluster.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w)
+               : "r"(address)
+               : "memory");
+  return x;
 }
 
 // Brings bytes to the L2 cache; address and count are multiples of 16.
@@ -104,6 +153,29 @@ __device__ __forceinline__ void store_matrices(uint32_t to, const uint32_t (&x)[
   asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(x[0]), "r"(x[1]),
                "r"(x[2]), "r"(x[3])
                : "memory");
+}
+
+// The same with each matrix transposed: where its column l % 8 goes.
+__device__ __forceinline__ void store_matrices_transposed(uint32_t to, const uint32_t (&x)[4]) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(x[0]),
+               "r"(x[1]), "r"(x[2]), "r"(x[3])
+               : "memory");
+}
+
+// Waits for `threads` threads at barrier `id`; whether any of them said so.
+__device__ __forceinline__ bool any_at(uint32_t id, uint32_t threads, bool value) {
+  uint32_t any;
+  asm volatile(
+      "{\n"
+      ".reg .pred mine, all;\n"
+      "setp.ne.u32 mine, %3, 0;\n"
+      "barrier.cta.red.or.pred all, %1, %2, mine;\n"
+      "selp.u32 %0, 1, 0, all;\n"
+      "}\n"
+      : "=r"(any)
+      : "r"(id), "r"(threads), "r"(static_cast<uint32_t>(value))
+      : "memory");
+  return any != 0;
 }
 
 // Ordinary writes to shared memory before it are seen by products started after it.
@@ -175,6 +247,34 @@ __device__ __forceinline__ void multiply_64(float (&c)[32], uint64_t a, uint64_t
         "+f"(c[16]), "+f"(c[17]), "+f"(c[18]), "+f"(c[19]), "+f"(c[20]), "+f"(c[21]), "+f"(c[22]), "+f"(c[23]),
         "+f"(c[24]), "+f"(c[25]), "+f"(c[26]), "+f"(c[27]), "+f"(c[28]), "+f"(c[29]), "+f"(c[30]), "+f"(c[31])
       : "l"(a), "l"(b), "r"(add));
+}
+
+// c (+)= a b of 64 x 16 x 16 and of 64 x 32 x 16: a along its rows or, with kDown, down them; b along its rows.
+template <int kDown>
+__device__ __forceinline__ void multiply_columns(float (&c)[8], uint64_t a, uint64_t b, int add) {
+  asm volatile(
+      "{\n"
+      ".reg .pred add;\n"
+      "setp.ne.b32 add, %10, 0;\n"
+      "wgmma.mma_async.sync.aligned.m64n16k16.f32.bf16.bf16 {%0, %1, %2, %3, %4, %5, %6, %7}, %8, %9, add, 1, 1, "
+      "%11, 0;\n"
+      "}\n"
+      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3]), "+f"(c[4]), "+f"(c[5]), "+f"(c[6]), "+f"(c[7])
+      : "l"(a), "l"(b), "r"(add), "n"(kDown));
+}
+
+template <int kDown>
+__device__ __forceinline__ void multiply_columns(float (&c)[16], uint64_t a, uint64_t b, int add) {
+  asm volatile(
+      "{\n"
+      ".reg .pred add;\n"
+      "setp.ne.b32 add, %18, 0;\n"
+      "wgmma.mma_async.sync.aligned.m64n32k16.f32.bf16.bf16 {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, "
+      "%13, %14, %15}, %16, %17, add, 1, 1, %19, 0;\n"
+      "}\n"
+      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3]), "+f"(c[4]), "+f"(c[5]), "+f"(c[6]), "+f"(c[7]), "+f"(c[8]),
+        "+f"(c[9]), "+f"(c[10]), "+f"(c[11]), "+f"(c[12]), "+f"(c[13]), "+f"(c[14]), "+f"(c[15])
+      : "l"(a), "l"(b), "r"(add), "n"(kDown));
 }
 
 // The same with a from registers.

@@ -702,8 +702,10 @@ int ddtree_verify_attn_cuda(const ddtree_verify_attn_args* args, void* stream) {
                         args->cache_scale};
   const int blocks = static_cast<int>(std::min<int64_t>(max_blocks(batch, rows, nodes, heads), processors));
   if (hopper) {
-    const int status = attend_hopper(problem, blocks, cuda_stream);
-    return status == DDTREE_OK ? ddtree::launch_merge<__nv_bfloat16, __half>(problem, processors, cuda_stream) : status;
+    const int size = hopper_cluster(problem, device, processors);
+    const int status = attend_hopper(problem, blocks, size, cuda_stream);
+    if (status != DDTREE_OK || size > 0) return status;
+    return ddtree::launch_merge<__nv_bfloat16, __half>(problem, processors, cuda_stream);
   }
   portable<<<blocks, kThreads, kSharedBytes, cuda_stream>>>(problem);
   return e4m3 ? ddtree::launch_merge<uint8_t, float>(problem, processors, cuda_stream)

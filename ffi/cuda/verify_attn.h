@@ -70,6 +70,12 @@ __device__ __forceinline__ uint4 finite(uint4 x) {
   return make_uint4(finite(x.x), finite(x.y), finite(x.z), finite(x.w));
 }
 
+// Whether that would change nothing: in each number the exponent plus one carries into the sign if it was all ones.
+__device__ __forceinline__ bool all_finite(uint4 x) {
+  const auto carry = [](uint32_t pair) { return (pair & 0x7f807f80u) + 0x00800080u; };
+  return ((carry(x.x) | carry(x.y) | carry(x.z) | carry(x.w)) & 0x80008000u) == 0;
+}
+
 // Which of the 32 cache rows from tree row `first` on a node sees; `first` is negative for rows of the prefix.
 __device__ __forceinline__ uint32_t visible(const uint32_t* ancestors, int words, int first, int nodes) {
   if (first <= -32) return ~0u;
@@ -84,9 +90,17 @@ __device__ __forceinline__ uint32_t visible(const uint32_t* ancestors, int words
   return nodes - first < 32 ? seen & ((1u << (nodes - first)) - 1) : seen;
 }
 
-// The sm_90a kernel: 64 cache rows a step; `p.step_rows` must be that.
+// The sm_90a kernels: 64 cache rows a step; `p.step_rows` must be that. With a `size` they run in clusters of so many
+// blocks for each tile, and are done with it (verify_cluster.h); with 0 in `blocks` blocks, and leave parts to merge.
 constexpr int kHopperStep = 64;
-int attend_hopper(const Problem& p, int blocks, cudaStream_t stream);
+int attend_hopper(const Problem& p, int blocks, int size, cudaStream_t stream);
+
+// The size to take. It looks at nothing but shapes and the card.
+int hopper_cluster(const Problem& p, int device, int processors);
+
+// What attend_hopper calls where a request has at most kFewRows query rows.
+constexpr int kFewRows = 32;
+int attend_few_hopper(const Problem& p, int blocks, int size, cudaStream_t stream);
 
 }  // namespace ddtree
 

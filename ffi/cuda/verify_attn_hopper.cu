@@ -22,9 +22,13 @@
 #include <float.h>
 #include <stdint.h>
 
+#include <mutex>
+
 #include "ffi/cuda/launch.h"
 #include "ffi/cuda/sm90.h"
+#include "ffi/cuda/tensor_map.h"
 #include "ffi/cuda/verify_attn.h"
+#include "ffi/cuda/verify_cluster.h"
 #include "ffi/cuda/verify_plan.h"
 #include "ffi/ddtree.h"
 
@@ -63,12 +67,64 @@ struct Shared {
   uint64_t planned[2];  // what lies there is new, from the second segment on
   Run run;
   int needed[kTries];
+  // In a cluster:
+  uint64_t arrived[kBoxes];  // a box of the query and of the block's first tile
+  int plane;                 // of the cache
+  bool fetched;              // written for the loads' sake
 };
 static_assert(sizeof(Shared) <= 227 * 1024, "what a block may have");
+static_assert(sizeof(Left) <= sizeof(Shared::keys), "a cluster's block leaves its output in their place");
 
 // The boxes of a half of a tile: the columns of a warpgroup, and with the second the rotary numbers.
 __host__ __device__ constexpr int first_box(int half) { return half * kHalfBoxes; }
 __host__ __device__ constexpr int end_box(int half) { return half == 0 ? kHalfBoxes : kBoxes; }
+
+// The barriers of loads, then the others.
+__device__ __forceinline__ void init_load_barriers(Shared& s) {
+  for (int buffer = 0; buffer < 2; ++buffer) {
+    for (int half = 0; half < 2; ++half) {
+      sm90::init_barrier(&s.full[buffer][half], 1);
+      sm90::init_barrier(&s.empty[buffer][half], kGroupThreads / 32);
+    }
+  }
+  for (int box = 0; box < kBoxes; ++box) sm90::init_barrier(&s.arrived[box], 2);
+  sm90::fence_barrier_init();
+}
+
+__device__ __forceinline__ void init_barriers(Shared& s) {
+  for (int i = 0; i < 2; ++i) sm90::init_barrier(&s.planned[i], 1);
+  for (int i = 0; i < 2; ++i) sm90::init_barrier(&s.published[i], kGroupThreads);
+  sm90::init_barrier(&s.scored, kGroupThreads / 32);
+  sm90::init_barrier(&s.summed, kComputeThreads);
+  sm90::init_barrier(&s.finished, kComputeThreads);
+  sm90::init_barrier(&s.query_full, 1);
+  sm90::init_barrier(&s.query_empty, kComputeThreads / 32);
+  sm90::fence_barrier_init();
+}
+
+// Loads the tiles of steps [step, end_step) of a plane of the cache; `tile` is the next of the block's run. In clusters
+// a block's first tile is waited for box by box.
+template <bool kByBox>
+__device__ __forceinline__ void load_steps(Shared& s, const CUtensorMap* cache_map, int plane, int step, int end_step,
+                                           uint32_t* tile) {
+  for (; step < end_step; ++step, ++*tile) {
+    const int buffer = *tile % 2;
+    for (int i = 0; i < 2; ++i) {
+      const int half = i ^ buffer;
+      sm90::wait(&s.empty[buffer][half], *tile / 2 % 2 ^ 1);
+      if (kByBox) {
+        sm90::arrive(&s.full[buffer][half]);
+      } else {
+        sm90::arrive_expecting(&s.full[buffer][half], (end_box(half) - first_box(half)) * sm90::kBoxBytes);
+      }
+      for (int box = first_box(half); box < end_box(half); ++box) {
+        if (kByBox) sm90::arrive_expecting(&s.arrived[box], sm90::kBoxBytes);
+        sm90::load_box(s.keys[buffer] + box * sm90::kBoxBytes, cache_map,
+                       kByBox ? &s.arrived[box] : &s.full[buffer][half], box * 64, step * kHopperStep, plane);
+      }
+    }
+  }
+}
 
 // What the loading warp does, by one thread.
 __device__ void load_tiles(const Problem& p, Shared& s, const CUtensorMap* query_map, const CUtensorMap* cache_map) {
@@ -85,19 +141,72 @@ __device__ void load_tiles(const Problem& p, Shared& s, const CUtensorMap* query
     for (int box = 0; box < kBoxes; ++box) {
       sm90::load_box(s.query + box * sm90::kBoxBytes, query_map, &s.query_full, box * 64, row);
     }
-    for (int step = segment.step; step < end_step; ++step, ++tile) {
-      const int buffer = tile % 2;
-      for (int i = 0; i < 2; ++i) {
-        const int half = i ^ buffer;
-        sm90::wait(&s.empty[buffer][half], tile / 2 % 2 ^ 1);
-        sm90::arrive_expecting(&s.full[buffer][half], (end_box(half) - first_box(half)) * sm90::kBoxBytes);
-        for (int box = first_box(half); box < end_box(half); ++box) {
-          sm90::load_box(s.keys[buffer] + box * sm90::kBoxBytes, cache_map, &s.full[buffer][half], box * 64,
-                         step * kHopperStep, layer * p.batch + request);
-        }
-      }
-    }
+    load_steps<false>(s, cache_map, layer * p.batch + request, segment.step, end_step, &tile);
   }
+}
+
+// The same in a cluster's block, by the whole warp. Its blocks load a box of the query each, for all of them.
+__device__ void load_cluster_tiles(const Problem& p, Shared& s, const CUtensorMap* query_map,
+                                   const CUtensorMap* cache_map, int lane) {
+  const Segment& segment = s.segments[0];
+  const int step = segment.step, first_end = min(step + 1, segment.end_step);
+  uint32_t tile = 0;
+  if (lane == 0) {
+    load_steps<true>(s, cache_map, s.plane, step, first_end, &tile);
+    // The query is waited for in any case.
+    if (tile == 0) {
+      for (int box = 0; box < kBoxes; ++box) sm90::arrive(&s.arrived[box]);
+    }
+    for (int box = 0; box < kBoxes; ++box) sm90::arrive_expecting(&s.arrived[box], query_box_rows(p) * 128);
+  }
+  __syncwarp();
+  sm90::wait_for_cluster();  // all blocks' barriers are there
+  if (lane > 0) return;
+  const int size = sm90::cluster_size(), row = segment.request * p.nodes * p.heads + segment.tile * kTileRows;
+  for (int box = blockIdx.x % size; box < kBoxes; box += size) {
+    sm90::load_box_for_all(s.query + box * sm90::kBoxBytes, query_map, &s.arrived[box], box * 64, row, (1 << size) - 1);
+  }
+  load_steps<false>(s, cache_map, s.plane, first_end, segment.end_step, &tile);
+}
+
+// What a cluster's block does before its threads part.
+__device__ __forceinline__ void start_cluster_block(const Problem& p, Shared& s, const CUtensorMap* query_map,
+                                                    const CUtensorMap* cache_map, int thread) {
+  const int box_rows = query_box_rows(p);
+  if (thread == kComputeThreads) {
+    init_load_barriers(s);
+  } else if (thread == kComputeThreads + 32) {
+    const int layer = layer_of(p.layer, p.layers);
+    const Segment segment = cluster_segment(p, blockIdx.x, sm90::cluster_size());
+    s.segments[0] = segment;
+    s.plane = layer * p.batch + segment.request;
+  } else if (thread == kComputeThreads + 64) {
+    init_barriers(s);
+  } else if (thread == kComputeThreads + 96) {
+    sm90::prefetch(cache_map);
+    sm90::prefetch(query_map);
+  } else if (thread < kComputeThreads) {
+    // Rows that no load fills: their scores are nothing's, but whatever memory held would make them rescale.
+    for (int i = thread; i < kBoxes * (kTileRows - box_rows) * 8; i += kComputeThreads) {
+      const int box = i / ((kTileRows - box_rows) * 8), chunk = i - box * ((kTileRows - box_rows) * 8);
+      reinterpret_cast<uint4*>(s.query + box * sm90::kBoxBytes + box_rows * 128)[chunk] = make_uint4(0, 0, 0, 0);
+    }
+    sm90::fence_writes();
+  }
+  __syncwarp();
+  sm90::arrive_at_cluster_relaxed();  // the barriers' own fence has made them known
+}
+
+// Brings the ancestors of a tile's nodes near, for the masked steps, which are a block's last.
+__device__ __forceinline__ void fetch_ancestors(const Problem& p, Shared& s, int lane) {
+  const Segment& segment = s.segments[0];
+  if (segment.end_step < segment.steps || segment.step == segment.end_step) return;
+  const int row = segment.tile * kTileRows;
+  const int first = row / p.heads, last = min((row + kTileRows - 1) / p.heads, segment.nodes - 1);
+  const uint32_t* ancestors = p.ancestors + static_cast<int64_t>(segment.request) * p.nodes * p.words;
+  uint32_t all = 0;
+  for (int i = first * p.words + lane; i < (last + 1) * p.words; i += 32) all |= ancestors[i];
+  if (__any_sync(~0u, all != 0) && lane == 0) s.fetched = true;
 }
 
 // While the plan is made nobody loads. So each block asks the L2 cache for one tile of the queries; together they ask
@@ -124,13 +233,30 @@ __device__ void plan_segments(const Problem& p, Shared& s) {
   }
 }
 
-// Makes what is not finite in a buffer's latent numbers zero. A node's row may be NaN, and nodes that do not see it
-// multiply it by zero; by now it has made the scores of those that do see it NaN.
-__device__ __forceinline__ void clear_not_finite(uint8_t* keys, int thread) {
-  uint4* chunks = reinterpret_cast<uint4*>(keys);
+// Makes a buffer's latent numbers zero from row `end` on, and what is not finite in rows [first, end). A node's row may
+// be NaN, and nodes that do not see it multiply it by zero; by now it has made the scores of those that do see it NaN.
+__device__ __forceinline__ void clear_not_finite(uint8_t* keys, int first, int end, int thread) {
+  constexpr int kTogether = 4;  // boxes, so that reads of shared memory follow each other
 #pragma unroll 1
-  for (int i = thread; i < 2 * kHalfBoxes * static_cast<int>(sm90::kBoxBytes) / 16; i += kGroupThreads) {
-    chunks[i] = finite(chunks[i]);
+  for (int i = first * 8 + thread; i < kTileRows * 8; i += kGroupThreads) {
+#pragma unroll 1
+    for (int box = 0; box < 2 * kHalfBoxes; box += kTogether) {
+      uint4* chunks = reinterpret_cast<uint4*>(keys + box * sm90::kBoxBytes) + i;
+      constexpr int kBoxChunks = sm90::kBoxBytes / sizeof(uint4);
+      uint4 x[kTogether] = {};
+      if (i / 8 < end) {
+        bool all = true;
+#pragma unroll
+        for (int k = 0; k < kTogether; ++k) x[k] = chunks[k * kBoxChunks];
+#pragma unroll
+        for (int k = 0; k < kTogether; ++k) all = all && all_finite(x[k]);
+        if (all) continue;
+#pragma unroll
+        for (int k = 0; k < kTogether; ++k) x[k] = finite(x[k]);
+      }
+#pragma unroll
+      for (int k = 0; k < kTogether; ++k) chunks[k * kBoxChunks] = x[k];
+    }
   }
 }
 
@@ -158,6 +284,23 @@ __device__ __forceinline__ void start_scores(Shared& s, uint32_t tile, const uin
     }
   }
   sm90::end_products();
+}
+
+// The scores of a cluster block's first tile, each box as it arrives.
+__device__ __forceinline__ void start_first_scores(Shared& s, float (&score)[32]) {
+  const uint64_t query = sm90::along_rows(sm90::shared_address(s.query));
+  const uint64_t keys = sm90::along_rows(sm90::shared_address(s.keys[0]));
+#pragma unroll
+  for (int box = 0; box < kBoxes; ++box) {
+    sm90::wait(&s.arrived[box], 0);
+    sm90::begin_products();
+#pragma unroll
+    for (int k = 0; k < 4; ++k) {
+      const uint32_t offset = box * sm90::kBoxBytes + k * 32;
+      sm90::multiply_64(score, sm90::further(query, offset), sm90::further(keys, offset), box > 0 || k > 0);
+    }
+    sm90::end_products();
+  }
 }
 
 // A greatest score is replaced when one exceeds it by this many powers of two. Until then weights may exceed 1, which
@@ -200,17 +343,6 @@ __device__ __forceinline__ void rescale(float (&out)[kColumns / 2], const float 
     out[n * 4 + 3] *= factor[1];
   }
 }
-
-// The power of two that brings numbers of up to `greatest` near the greatest of float16, where its subnormals matter
-// least, and the one that brings them back. Infinity and NaN stay what they are.
-struct HalfScale {
-  float down, up;
-  __device__ __forceinline__ explicit HalfScale(float greatest) {
-    const int exponent = min(max(__float_as_int(greatest) >> 23, 15), 254);
-    down = __int_as_float(268 - exponent << 23);
-    up = __int_as_float(exponent - 14 << 23);
-  }
-};
 
 __device__ __forceinline__ uint32_t pack_half(float low, float high) {
   const __half2 pair = __floats2half2_rn(low, high);
@@ -258,16 +390,22 @@ __device__ __forceinline__ int hidden(int x) {
   return x;
 }
 
-// What a warpgroup does; `thread` counts inside it.
-template <int kSide>
-__device__ __forceinline__ void attend_side(const Problem& p, Shared& s, int thread) {
+// What a warpgroup does; `thread` counts inside it. In a cluster, whose blocks have one segment, it returns its output
+// and the maxima, and the sums are there.
+template <int kSide, bool kCluster>
+__device__ __forceinline__ void attend_side(const Problem& p, Shared& s, int thread, float (&out)[kColumns / 2],
+                                            float (&maximum)[2]) {
   const int warp = thread / 32, lane = thread % 32;
   const int upper = warp * 16 + lane / 4;  // the thread's rows are this one and the one 8 below
   uint32_t tile = 0;                       // of the block's run
   uint32_t held[4][4];
   float score[32];
   const auto hold_query = [&](uint32_t number) {
-    sm90::wait(&s.query_full, number % 2);
+    if (kCluster) {
+      for (int box = 0; box < kBoxes; ++box) sm90::wait(&s.arrived[box], 0);
+    } else {
+      sm90::wait(&s.query_full, number % 2);
+    }
     const int place = hidden(thread), row = place / 32 * 16 + place % 16;
     const uint32_t from = sm90::shared_address(s.query + (kBoxes - 1) * sm90::kBoxBytes) + row * 128;
 #pragma unroll
@@ -282,7 +420,13 @@ __device__ __forceinline__ void attend_side(const Problem& p, Shared& s, int thr
     if (kSide == 0 && lane == 0) sm90::arrive(&s.scored);
     sm90::pin(score);
   };
-  if (s.segments[0].request < p.batch) {
+  if (kCluster) {
+    if (kSide == 0 && s.segments[0].step < s.segments[0].end_step) {
+      start_first_scores(s, score);
+      end_scores();
+    }
+    hold_query(0);
+  } else if (s.segments[0].request < p.batch) {
     hold_query(0);
     if (kSide == 0) {
       begin_scores();
@@ -297,7 +441,8 @@ __device__ __forceinline__ void attend_side(const Problem& p, Shared& s, int thr
     // The first tile with a row that not all nodes see.
     const int masked = static_cast<int>(tile) + segment.length / kHopperStep - segment.step;
 
-    float out[kColumns / 2], maximum[2] = {-INFINITY, -INFINITY}, sum[2] = {}, factor[2];
+    float sum[2] = {}, factor[2];
+    maximum[0] = maximum[1] = -INFINITY;
 #pragma unroll
     for (int i = 0; i < kColumns / 2; ++i) out[i] = 0;
     sm90::wait(&s.finished, number % 2 ^ 1);  // nobody still reads sums or stored rows of the segment before
@@ -335,18 +480,21 @@ __device__ __forceinline__ void attend_side(const Problem& p, Shared& s, int thr
       for (int i = 0; i < 32; ++i) score[i] *= p.log2_scale;
       if (__builtin_expect(static_cast<int>(tile) >= masked, 0)) {
         sm90::sync_at(kGroup + kSide, kGroupThreads);  // every warp's scores are there
-        clear_not_finite(s.keys[kSide], thread);
-        sm90::fence_writes();
-        sm90::sync_at(kGroup + kSide, kGroupThreads);
         // Of the tile's first row, counted from the tree's.
         const int row = (segment.end_step - static_cast<int>(end - tile)) * kHopperStep - segment.length;
+        clear_not_finite(s.keys[kSide], max(-row, 0), segment.nodes - row, thread);
+        sm90::fence_writes();
+        sm90::sync_at(kGroup + kSide, kGroupThreads);
+        // Of four threads with the same two rows each makes one word of what these see.
+        const int place = hidden(thread), own_row = place / 32 * 16 + place % 32 / 4 + place / 2 % 2 * 8;
+        const int node = min((segment.tile * kTileRows + own_row) / p.heads, segment.nodes - 1);
+        const uint32_t* ancestors = p.ancestors + (static_cast<int64_t>(segment.request) * p.nodes + node) * p.words;
+        const uint32_t own_word = visible(ancestors, p.words, row + place % 2 * 32, segment.nodes);
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-          const int node = min((segment.tile * kTileRows + upper + half * 8) / p.heads, segment.nodes - 1);
-          const uint32_t* ancestors = p.ancestors + (static_cast<int64_t>(segment.request) * p.nodes + node) * p.words;
 #pragma unroll
           for (int w = 0; w < 2; ++w) {
-            const uint32_t seen = visible(ancestors, p.words, row + w * 32, segment.nodes) >> lane % 4 * 2;
+            const uint32_t seen = __shfl_sync(~0u, own_word, half * 2 + w, 4) >> lane % 4 * 2;
 #pragma unroll
             for (int i = 0; i < 8; ++i) {
               float& x = score[(w * 4 + i / 2) * 4 + half * 2 + i % 2];
@@ -387,7 +535,7 @@ __device__ __forceinline__ void attend_side(const Problem& p, Shared& s, int thr
       sm90::pin(out);
       if (lane == 0) sm90::arrive(&s.empty[kSide][kSide]);
     };
-    for (bool scored = first % 2 == kSide; scored || tile + 1 < end; scored = false) {
+    for (bool scored = first % 2 == kSide && first < end; scored || tile + 1 < end; scored = false) {
       if (!scored) {
         if (kSide == 0) {
           other_tile();
@@ -422,7 +570,7 @@ __device__ __forceinline__ void attend_side(const Problem& p, Shared& s, int thr
 
     // The next segment is planned. Also, whoever plans has then seen the end of the one before: it could not tell two
     // ends from none.
-    sm90::wait(&s.planned[(number + 1) % 2], number / 2 % 2);
+    if (!kCluster) sm90::wait(&s.planned[(number + 1) % 2], number / 2 % 2);
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       sum[half] += __shfl_xor_sync(~0u, sum[half], 1);
@@ -430,6 +578,10 @@ __device__ __forceinline__ void attend_side(const Problem& p, Shared& s, int thr
       if (lane % 4 == 0) s.sum[kSide][upper + half * 8] = sum[half];
     }
     sm90::arrive(&s.summed);
+    if (kCluster) {
+      sm90::wait(&s.summed, 0);
+      return;
+    }
     const auto write = [&] {
       sm90::wait(&s.summed, number % 2);
       const bool whole = segment.step == 0 && segment.end_step == segment.steps;
@@ -482,6 +634,7 @@ __device__ __forceinline__ void attend_side(const Problem& p, Shared& s, int thr
   }
 }
 
+template <bool kCluster>
 __global__ void __launch_bounds__(kThreads, 1)
     attend(const Problem p, const __grid_constant__ CUtensorMap query_map,
            const __grid_constant__ CUtensorMap cache_map) {
@@ -489,43 +642,49 @@ __global__ void __launch_bounds__(kThreads, 1)
   extern __shared__ __align__(1024) uint8_t memory[];
   Shared& s = *reinterpret_cast<Shared*>(memory);
   const int thread = threadIdx.x, lane = thread % 32;
-  if (thread == kComputeThreads) {
-    for (int buffer = 0; buffer < 2; ++buffer) {
-      for (int half = 0; half < 2; ++half) {
-        sm90::init_barrier(&s.full[buffer][half], 1);
-        sm90::init_barrier(&s.empty[buffer][half], kGroupThreads / 32);
-      }
+  if (kCluster) {
+    start_cluster_block(p, s, &query_map, &cache_map, thread);
+  } else {
+    if (thread == kComputeThreads) {
+      init_load_barriers(s);
+      init_barriers(s);
+    } else if (thread == kComputeThreads + 32) {
+      sm90::prefetch(&query_map);
+      sm90::prefetch(&cache_map);
+    } else if (thread == kComputeThreads + 64) {
+      prefetch_queries(p);
     }
-    for (int i = 0; i < 2; ++i) sm90::init_barrier(&s.planned[i], 1);
-    for (int i = 0; i < 2; ++i) sm90::init_barrier(&s.published[i], kGroupThreads);
-    sm90::init_barrier(&s.scored, kGroupThreads / 32);
-    sm90::init_barrier(&s.summed, kComputeThreads);
-    sm90::init_barrier(&s.finished, kComputeThreads);
-    sm90::init_barrier(&s.query_full, 1);
-    sm90::init_barrier(&s.query_empty, kComputeThreads / 32);
-    sm90::fence_barrier_init();
-  } else if (thread == kComputeThreads + 32) {
-    sm90::prefetch(&query_map);
-    sm90::prefetch(&cache_map);
+    start_run(p, s.needed, &s.run);
+    if (thread == 0) next_segment(p, &s.run, &s.segments[0]);
   }
-  if (thread == kComputeThreads + 64) prefetch_queries(p);
-  start_run(p, s.needed, &s.run);
-  if (thread == 0) next_segment(p, &s.run, &s.segments[0]);
   __syncthreads();
   // As the compiler must know, a warpgroup goes one way.
   const int group = __shfl_sync(~0u, thread / kGroupThreads, 0);
   if (group == 2) {
     sm90::give_registers<24>();
-    if (thread == kComputeThreads) load_tiles(p, s, &query_map, &cache_map);
-    if (thread == kComputeThreads + 32) plan_segments(p, s);
+    if (kCluster) {
+      if (thread < kComputeThreads + 32) load_cluster_tiles(p, s, &query_map, &cache_map, lane);
+      if (thread >= kComputeThreads + 96) fetch_ancestors(p, s, lane);
+    } else {
+      if (thread == kComputeThreads) load_tiles(p, s, &query_map, &cache_map);
+      if (thread == kComputeThreads + 32) plan_segments(p, s);
+    }
   } else {
     sm90::take_registers<240>();
+    float out[kColumns / 2], maximum[2];
     if (group == 0) {
-      attend_side<0>(p, s, thread);
+      attend_side<0, kCluster>(p, s, thread, out, maximum);
     } else {
       // This one has nothing to do until the other one has weights.
-      list_cut_tiles(p, s.run.plan, (thread - kGroupThreads) / 32, kGroupThreads / 32, lane);
-      attend_side<1>(p, s, thread - kGroupThreads);
+      if (!kCluster) list_cut_tiles(p, s.run.plan, (thread - kGroupThreads) / 32, kGroupThreads / 32, lane);
+      attend_side<1, kCluster>(p, s, thread - kGroupThreads, out, maximum);
+    }
+    if (kCluster) {
+      // No product reads the keys any more: the output is left in their place.
+      Left* left = reinterpret_cast<Left*>(s.keys);
+      leave_output(p, s.segments[0], left, thread, out, maximum, s.sum);
+      sm90::wait_for_cluster();  // of the start
+      merge_cluster<kComputeThreads / 32>(p, s.segments[0], left, thread);
     }
   }
 #else
@@ -533,43 +692,42 @@ __global__ void __launch_bounds__(kThreads, 1)
 #endif
 }
 
-using Encode = decltype(&cuTensorMapEncodeTiled);
-
-// The driver's function, without a link to the driver's library: the extension must load where there is none.
-Encode encoder() {
-  void* found = nullptr;
-  cudaDriverEntryPointQueryResult result;
-  if (cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &found, 12000, cudaEnableDefault, &result) !=
-          cudaSuccess ||
-      result != cudaDriverEntryPointSuccess) {
-    return nullptr;
-  }
-  return reinterpret_cast<Encode>(found);
+template <bool kCluster>
+int launch(const Problem& p, int blocks, int size, cudaStream_t stream) {
+  CUtensorMap query_map, cache_map;
+  if (!encode_maps(p, kCluster ? query_box_rows(p) : kTileRows, &query_map, &cache_map)) return DDTREE_LAUNCH_FAILED;
+  return launch_clusters(attend<kCluster>, kThreads, sizeof(Shared), blocks, size, stream, p, query_map, cache_map);
 }
 
-// A map of `rows` rows of `planes` planes, cut into boxes of 64 x 64.
-bool encode_map(Encode encode, const void* data, int64_t rows, int64_t planes, CUtensorMap* map) {
-  const cuuint64_t sizes[3] = {DDTREE_ROW_DIM, static_cast<cuuint64_t>(rows), static_cast<cuuint64_t>(planes)};
-  const cuuint64_t strides[2] = {DDTREE_ROW_DIM * 2, static_cast<cuuint64_t>(rows) * DDTREE_ROW_DIM * 2};
-  const cuuint32_t box[3] = {64, 64, 1}, steps[3] = {1, 1, 1};
-  return encode(map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, planes > 0 ? 3 : 2, const_cast<void*>(data), sizes, strides, box,
-                steps, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
-                CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
+// How many clusters of each size a card runs at once.
+struct Card {
+  std::once_flag asked;
+  int fits[kMostCluster + 1] = {};
+};
+
+void ask(Card* card) {
+  if (!allow_launch(attend<true>, sizeof(Shared), kMostCluster)) return;
+  for (int size = 1; size <= kMostCluster; ++size) {
+    cudaLaunchAttribute attribute;
+    const cudaLaunchConfig_t config = cluster_config(kThreads, sizeof(Shared), size, size, nullptr, &attribute);
+    if (cudaOccupancyMaxActiveClusters(&card->fits[size], attend<true>, &config) != cudaSuccess) card->fits[size] = 0;
+  }
 }
 
 }  // namespace
 
-int attend_hopper(const Problem& p, int blocks, cudaStream_t stream) {
-  static const Encode encode = encoder();
-  CUtensorMap query_map, cache_map;
-  if (encode == nullptr ||
-      !encode_map(encode, p.query, static_cast<int64_t>(p.batch) * p.nodes * p.heads, 0, &query_map) ||
-      !encode_map(encode, p.cache, p.rows, static_cast<int64_t>(p.layers) * p.batch, &cache_map) ||
-      cudaFuncSetAttribute(attend, cudaFuncAttributeMaxDynamicSharedMemorySize, sizeof(Shared)) != cudaSuccess) {
-    return DDTREE_LAUNCH_FAILED;
-  }
-  attend<<<blocks, kThreads, sizeof(Shared), stream>>>(p, query_map, cache_map);
-  return launch_status();
+int hopper_cluster(const Problem& p, int device, int processors) {
+  static Card cards[64];
+  if (device >= static_cast<int>(sizeof(cards) / sizeof(cards[0]))) return 0;
+  std::call_once(cards[device].asked, ask, &cards[device]);
+  return cluster_size(p.batch, shape_tiles(p.nodes, p.heads), ceil_div(p.rows, kHopperStep), processors,
+                      cards[device].fits);
+}
+
+int attend_hopper(const Problem& p, int blocks, int size, cudaStream_t stream) {
+  if (size > 0) blocks = size * p.batch * shape_tiles(p.nodes, p.heads);
+  if (p.nodes * p.heads <= kFewRows) return attend_few_hopper(p, blocks, size, stream);
+  return size > 0 ? launch<true>(p, blocks, size, stream) : launch<false>(p, blocks, 1, stream);
 }
 
 }  // namespace ddtree

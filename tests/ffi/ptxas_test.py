@@ -32,6 +32,7 @@ def _functions(report):
         ("draft_topk.cu", "90a"),
         ("expert_mlp.cu", "90a"),
         ("verify_attn_hopper.cu", "90a"),
+        ("verify_attn_few_hopper.cu", "90a"),
     ],
 )
 def test_no_spills(source, arch, tmp_path):

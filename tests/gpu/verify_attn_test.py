@@ -107,6 +107,45 @@ def test_work_that_no_whole_tiles_balance(rng, dtype, path, cache_dtype, sizes):
     checks.check_verify_attn(query, cache, lengths, tree, scale=SCALE, layer=0, path=path)
 
 
+# Whether tiles get clusters of blocks, or all blocks share them and merge, is decided by the cache's room; requests of
+# up to 32 query rows have a kernel of their own.
+@pytest.mark.parametrize(("dtype", "path", "cache_dtype"), KERNELS[2:])
+@pytest.mark.parametrize("room", [0, 12_000], ids=["clusters", "merge"])
+@pytest.mark.parametrize(
+    ("nodes", "heads", "lengths"),
+    [
+        (1, 1, [0, 1, 63, 64]),
+        (1, 16, [1100, 0, 64, 700]),
+        (2, 8, [47, 48, 49, 1200]),
+        (17, 1, [46, 47, 48, 900]),
+        (4, 8, [0, 1023]),
+        (5, 5, [300]),
+        (3, 11, [59, 60, 61, 62]),
+        (2, 48, [1500]),
+        (17, 16, [2048]),
+        (33, 8, [31, 1000]),
+        (64, 1, [0, 1, 64, 65, 800]),
+        (64, 3, [640]),
+    ],
+)
+def test_few_tiles(rng, dtype, path, cache_dtype, room, nodes, heads, lengths):
+    query, cache, lengths, tree = checks.random_attention(
+        rng,
+        dtype,
+        batch=len(lengths),
+        budget=nodes - 1,
+        heads=heads,
+        rows=max(lengths) + nodes + room,
+        layers=1,
+        lengths=lengths,
+        cache_dtype=cache_dtype,
+    )
+    checks.check_verify_attn(query, cache, lengths, tree, scale=SCALE, layer=0, path=path)
+    # Scores so large that blocks differ in their greatest by hundreds of powers of two.
+    query = (query.astype(np.float32) * 16).astype(dtype)
+    checks.check_verify_attn(query, cache, lengths, tree, scale=SCALE, layer=0, path=path)
+
+
 @pytest.mark.parametrize(("dtype", "path", "cache_dtype"), KERNELS)
 @pytest.mark.parametrize("all_of_them", [False, True])
 def test_requests_without_a_node(rng, dtype, path, cache_dtype, all_of_them):

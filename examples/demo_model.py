@@ -44,7 +44,7 @@ CHAT_TEMPLATE = """\
 class Sizes:
     """What the sizes "demo" and "toy" differ in."""
 
-    ranks: int = 2048
+    ranks: int = 2032
     hidden: int = 384
     layers: int = 4
     heads: int = 2

@@ -61,4 +61,5 @@ _few_rows_dot = kernel_primitive(
     result_batch_axes=(0,),
     # Programs traced here are lowered for CUDA too, to look at them.
     plain={"cuda": ("kernel", lambda x, matrix: [x @ matrix])},
+    unshared=lambda x, matrix, **_: [jnp.matmul(x, matrix)],
 )

@@ -142,7 +142,7 @@ def test_a_mesh_gives_the_same_text(tmp_path):
 def test_a_mesh_that_does_not_divide_the_target_is_refused():
     on_three = "--xla_force_host_platform_device_count=3"
     line = _refused("--mesh=3", xla_flags=on_three)
-    assert "embed_tokens (4096, 256) does not split" in line and "mesh" in line
+    assert "embed_tokens (2288, 384) does not split" in line and "mesh" in line
 
 
 def test_the_demo_on_a_cpu_verifies_what_pays(tmp_path, cache):

@@ -249,15 +249,15 @@ def test_dry_run_loads_nothing(tmp_path):
     folders = f"--checkpoint={tmp_path / 'target'}", f"--drafter={tmp_path / 'drafter'}"
     done = _run("--dry_run", *folders, "--devices=2", "--device_gb=4.2")
     assert done.returncode == 0, done.stderr
-    # Half of 33.8 MB each. Of the 183 MB left 64 requests' logits of 17 nodes take 17.8 MB; the rest is
-    # 162 rows of 15,872 bytes each, 16 of them for the nodes.
-    for words in ("33.8 MB", "2 x 4.2 GB: 16.9 MB", "batch 1 4,096", "batch 64 146", "--mesh"):
+    # Half of 46.8 MB each. Of the 177 MB left 64 requests' logits of 17 nodes take 10.0 MB; the rest is
+    # 231 rows of 11,264 bytes each, 16 of them for the nodes.
+    for words in ("46.8 MB", "2 x 4.2 GB: 23.4 MB", "batch 1 4,096", "batch 64 215", "--mesh"):
         assert words in done.stdout
-    # 6 layers of 576 numbers take a byte each and not four; the drafter's 2,048 bytes stay.
+    # 4 layers of 576 numbers take a byte each and not four; the drafter's 2,048 bytes stay.
     small = _run("--dry_run", *folders, "--cache_dtype=float8_e4m3fn").stdout
     wide = _run("--dry_run", *folders).stdout
-    assert "15,872 bytes a position of a request (latents in float32)" in wide
-    assert "5,504 bytes a position of a request (latents in float8_e4m3fn)" in small
+    assert "11,264 bytes a position of a request (latents in float32)" in wide
+    assert "4,352 bytes a position of a request (latents in float8_e4m3fn)" in small
     assert "does not fit: 4.0 GB" in _run("--dry_run", "--device_gb=4").stdout
     assert "--devices" in _refused("--dry_run", "--devices=0")
 

@@ -27,6 +27,7 @@ def kernel_primitive(
     aliases: dict[int, int] | None = None,
     workspace: dict[str, Callable] | None = None,
     plain: dict[str, tuple[str, Callable]] | None = None,
+    unshared: Callable | None = None,
 ) -> jax.extend.core.Primitive:
     """Makes the primitive of the kernel `ddtree_{name}`.
 
@@ -41,6 +42,8 @@ def kernel_primitive(
         owns the memory.
       plain: platform -> (flag, *operands -> results): plain JAX that takes the kernel's place on that
         platform in calls whose parameter of that name is false.
+      unshared: (*operands, **parameters) -> results: what `vmap` over an operand that all requests share
+        becomes, mapped axes in front of the operands that have them; without it such a `vmap` is refused.
 
     Returns:
       A primitive with multiple results.
@@ -86,6 +89,13 @@ def kernel_primitive(
     primitive.def_impl(impl)
 
     def batch(operands, dims, **parameters):
+        shared = [dim for dim, axis in zip(dims, batch_axes, strict=True) if axis is None]
+        if unshared is not None and any(dim is not None for dim in shared):
+            pairs = zip(operands, dims, strict=True)
+            results = unshared(
+                *(x if d is None else jnp.moveaxis(x, d, 0) for x, d in pairs), **parameters
+            )
+            return results, [0] * len(results)
         size = next(x.shape[d] for x, d in zip(operands, dims, strict=True) if d is not None)
         folded = []
         for i, (operand, dim, axis) in enumerate(zip(operands, dims, batch_axes, strict=True)):

@@ -44,16 +44,19 @@ CHAT_TEMPLATE = """\
 class Sizes:
     """What the sizes "demo" and "toy" differ in."""
 
-    ranks: int = 3840
-    hidden: int = 256
-    layers: int = 6
-    heads: int = 4
+    ranks: int = 2032
+    hidden: int = 384
+    layers: int = 4
+    heads: int = 2
+    head_dim: int = 64
     query_rank: int = 128
-    inner: int = 768
-    expert_inner: int = 128
+    inner: int = 1536
+    expert_inner: int = 96
     experts: int = 16
+    shared_experts: int = 8
+    draft_inner: int = 768
     draft_layers: int = 2
-    taps: tuple[int, ...] = (1, 3, 5)
+    taps: tuple[int, ...] = (1, 2, 3)
 
 
 SIZES = {
@@ -63,10 +66,13 @@ SIZES = {
         hidden=64,
         layers=2,
         heads=2,
+        head_dim=32,
         query_rank=32,
         inner=64,
         expert_inner=32,
         experts=4,
+        shared_experts=1,
+        draft_inner=64,
         draft_layers=1,
         taps=(0, 1),
     ),
@@ -101,14 +107,14 @@ def target_config(sizes: Sizes) -> KimiK26Config:
         num_attention_heads=sizes.heads,
         q_lora_rank=sizes.query_rank,
         kv_lora_rank=512,
-        qk_nope_head_dim=32,
+        qk_nope_head_dim=sizes.head_dim,
         qk_rope_head_dim=64,
-        v_head_dim=32,
+        v_head_dim=sizes.head_dim,
         intermediate_size=sizes.inner,
         moe_intermediate_size=sizes.expert_inner,
         n_routed_experts=sizes.experts,
         num_experts_per_tok=2,
-        n_shared_experts=1,
+        n_shared_experts=sizes.shared_experts,
         n_group=1,
         topk_group=1,
         norm_topk_prob=True,
@@ -131,7 +137,7 @@ def drafter_config(sizes: Sizes) -> DFlashConfig:
     return DFlashConfig(
         vocab_size=sizes.ranks + SPECIAL_TOKENS,
         hidden_size=sizes.hidden,
-        intermediate_size=sizes.inner,
+        intermediate_size=sizes.draft_inner,
         num_hidden_layers=sizes.draft_layers,
         num_attention_heads=4,
         num_key_value_heads=2,

@@ -28,14 +28,14 @@ _OUTPUT = flags.DEFINE_string(
 )
 _SIZE = flags.DEFINE_enum("size", "demo", list(demo_model.SIZES), "Sizes of the models.")
 _SEED = flags.DEFINE_integer("seed", 0, "Seed of parameters, windows and draws.")
-_MINUTES_TARGET = flags.DEFINE_float("minutes_target", 2.8, "Training time of the target.")
-_MINUTES_DRAFTER = flags.DEFINE_float("minutes_drafter", 1.2, "Training time of the drafter.")
+_MINUTES_TARGET = flags.DEFINE_float("minutes_target", 2.5, "Training time of the target.")
+_MINUTES_DRAFTER = flags.DEFINE_float("minutes_drafter", 2.6, "Training time of the drafter.")
 _TOKENS_PER_STEP = flags.DEFINE_integer("tokens_per_step", 32768, "The target's batch, in tokens.")
 _LENGTHS = flags.DEFINE_list("lengths", ["1024"], "Sequence lengths of the target, in order.")
 _STEPS_PER_CALL = flags.DEFINE_integer("steps_per_call", 20, "Training steps a device program.")
 _GENERATIONS = flags.DEFINE_list(
     "generations",
-    ["64:576:1024:5"],
+    ["64:576:1024:20"],
     "What `generate` makes: prompt length:length:batch:batches, each.",
 )
 _DRAFTER_BATCH = flags.DEFINE_integer("drafter_batch", 32, "Sequences a step of the drafter.")

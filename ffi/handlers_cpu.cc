@@ -117,6 +117,22 @@ ffi::Future ExpertMlp(ffi::ThreadPool pool, Any x, Any ids, Any weights, Any gat
                 ddtree_expert_mlp_sum_cpu);
 }
 
+ffi::Future FewRowsDot(ffi::ThreadPool pool, Any x, Any matrix, Out out) {
+  Checker check("ddtree_few_rows_dot");
+  if (!HasRank(x, 2) || !HasRank(matrix, 2)) {
+    return Failed(check.Require(false, "x must be [rows, inputs]").error());
+  }
+  const int64_t rows = x.dimensions()[0], inputs = x.dimensions()[1], outputs = matrix.dimensions()[1];
+  check.Dtype("x", x, ffi::F32)
+      .Shape("matrix", matrix, {inputs, outputs}).Dtype("matrix", matrix, ffi::F32)
+      .Shape("out", *out, {rows, outputs}).Dtype("out", *out, ffi::F32)
+      .Require(outputs % 16 == 0, "outputs must be a multiple of 16")
+      .Require(HasFewRows(), "this processor lacks AVX-512");
+  if (!check.ok()) return Failed(check.error());
+  const FewRowsArgs args{Data<float>(x), Data<float>(matrix), Data<float>(out), rows, inputs, outputs};
+  return Spread(pool, args, FewRows, 1.0 * rows * inputs * outputs, FewRowsTiles(outputs));
+}
+
 }  // namespace
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(DraftTopkCpu, DraftTopk,
@@ -139,5 +155,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(CommitPathCpu, CommitPath,
 XLA_FFI_DEFINE_HANDLER_SYMBOL(ExpertMlpCpu, ExpertMlp,
                               ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().Arg<Any>().Arg<Any>().Arg<Any>().Arg<Any>()
                                   .Arg<Any>().Arg<Any>().Arg<Any>().Ret<Any>().Ret<Any>());
+XLA_FFI_DEFINE_HANDLER_SYMBOL(FewRowsDotCpu, FewRowsDot,
+                              ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().Arg<Any>().Arg<Any>().Ret<Any>());
 
 }  // namespace ddtree

@@ -14,6 +14,8 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from ddtree_jax.few_rows import few_rows_dot
+
 from . import rope
 from .config import LATENT_DIM, ROPE_DIM, KimiK26Config
 from .layers import MLP, Linear, RMSNorm, normal
@@ -272,7 +274,7 @@ class KimiK26(nnx.Module):
             return jnp.einsum(
                 "...d,vd->...v", hidden, self.embed_tokens[...], preferred_element_type=jnp.float32
             )
-        return jnp.dot(hidden, self.lm_head.kernel[...], preferred_element_type=jnp.float32)
+        return few_rows_dot(hidden, self.lm_head.kernel[...], preferred_element_type=jnp.float32)
 
     def __call__(self, tokens: jax.Array, positions: jax.Array) -> jax.Array:
         """Logits f32[B, T, V] of a plain causal pass over i32[B, T] tokens and positions."""

@@ -6,6 +6,8 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from ddtree_jax.few_rows import few_rows_dot
+
 
 class Linear(nnx.Module):
     """x @ kernel, without bias. `kernel` is [inputs, outputs]; zeros without `rngs`."""
@@ -16,7 +18,7 @@ class Linear(nnx.Module):
         self.kernel = nnx.Param(normal((inputs, outputs), dtype, rngs, std))
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        return x @ self.kernel[...]
+        return few_rows_dot(x, self.kernel[...])
 
 
 class RMSNorm(nnx.Module):
@@ -48,7 +50,8 @@ class MLP(nnx.Module):
 
 def gated_mlp(x: jax.Array, gate: jax.Array, up: jax.Array, down: jax.Array) -> jax.Array:
     """down(silu(gate(x)) * up(x)) of [..., D], with kernels [D, I], [D, I] and [I, D]."""
-    return (jax.nn.silu(x @ gate) * (x @ up)) @ down
+    inner = jax.nn.silu(few_rows_dot(x, gate)) * few_rows_dot(x, up)
+    return few_rows_dot(inner, down)
 
 
 def normal(shape: tuple[int, ...], dtype, rngs: nnx.Rngs | None, std: float) -> jax.Array:

@@ -121,10 +121,10 @@ def test_compare_prints_the_three_modes(tmp_path, cache):
 
 
 def test_a_mesh_gives_the_same_text(tmp_path):
-    """The prompts in two modes on one device and on four."""
-    on_four = f"{quick_compile.XLA_FLAGS} --xla_force_host_platform_device_count=4"
+    """The prompts in two modes on one device and on two, as many as the demo has heads."""
+    on_two = f"{quick_compile.XLA_FLAGS} --xla_force_host_platform_device_count=2"
     reports = []
-    for flags in (["--mode=ar"], ["--mesh=4", "--budget=8"]):
+    for flags in (["--mode=ar"], ["--mesh=2", "--budget=8"]):
         out = tmp_path / "out.json"
         done = _run(
             "--prompt=import os\n\ndef read(path):\n",
@@ -132,20 +132,20 @@ def test_a_mesh_gives_the_same_text(tmp_path):
             "--max_new_tokens=16",
             f"--json={out}",
             *flags,
-            xla_flags=on_four,
+            xla_flags=on_two,
         )
         assert done.returncode == 0, done.stderr
         reports.append(json.loads(out.read_text()))
-    one, four = reports
-    assert [c["tokens"] for c in four["completions"]] == [c["tokens"] for c in one["completions"]]
-    assert one["device"] == "cpu" and four["device"] == "4 x cpu"
+    one, two = reports
+    assert [c["tokens"] for c in two["completions"]] == [c["tokens"] for c in one["completions"]]
+    assert one["device"] == "cpu" and two["device"] == "2 x cpu"
 
 
 def test_a_mesh_that_does_not_divide_the_target_is_refused():
     on_three = "--xla_force_host_platform_device_count=3"
     line = _refused("--mesh=3", xla_flags=on_three)
-    assert line.startswith("error: --mesh 3 does not divide the target's 4096 tokens of vocabulary")
-    assert "4 heads" in line and line.endswith("give a divisor of 4")
+    assert line.startswith("error: --mesh 3 does not divide the target's 2288 tokens of vocabulary")
+    assert "2 heads" in line and line.endswith("give a divisor of 2")
     # None of these devices need be there to be counted with.
     assert "--mesh 3 does not divide" in _refused("--dry_run", "--mesh=3")
 
@@ -259,17 +259,17 @@ def test_dry_run_loads_nothing(tmp_path):
     folders = f"--checkpoint={tmp_path / 'target'}", f"--drafter={tmp_path / 'drafter'}"
     done = _run("--dry_run", *folders, "--devices=2", "--device_gb=4.2")
     assert done.returncode == 0, done.stderr
-    # Half of 33.8 MB each. Of the 183 MB left 64 requests' logits of 17 nodes take 17.8 MB; the rest is
-    # 162 rows of 15,872 bytes each, 16 of them for the nodes.
-    for words in ("33.8 MB", "2 x 4.2 GB: 16.9 MB", "batch 1 4,096", "batch 64 146", "--mesh"):
+    # Half of 46.8 MB each. Of the 177 MB left 64 requests' logits of 17 nodes take 10.0 MB; the rest is
+    # 231 rows of 11,264 bytes each, 16 of them for the nodes.
+    for words in ("46.8 MB", "2 x 4.2 GB: 23.4 MB", "batch 1 4,096", "batch 64 215", "--mesh"):
         assert words in done.stdout
-    # 6 layers of 576 numbers take a byte each and not four; the drafter's 2,048 bytes stay.
+    # 4 layers of 576 numbers take a byte each and not four; the drafter's 2,048 bytes stay.
     small = _run("--dry_run", *folders, "--cache_dtype=float8_e4m3fn").stdout
     wide = _run("--dry_run", *folders).stdout
-    assert "15,872 bytes a position of a request (latents in float32)" in wide
-    assert "5,504 bytes a position of a request (latents in float8_e4m3fn)" in small
-    on_mesh = _run("--dry_run", *folders, "--mesh=4", "--device_gb=4.2").stdout
-    for words in ("4 x 4.2 GB: ", " of the target, the drafter and the caches on every device"):
+    assert "11,264 bytes a position of a request (latents in float32)" in wide
+    assert "4,352 bytes a position of a request (latents in float8_e4m3fn)" in small
+    on_mesh = _run("--dry_run", *folders, "--mesh=2", "--device_gb=4.2").stdout
+    for words in ("2 x 4.2 GB: ", " of the target, the drafter and the caches on every device"):
         assert words in on_mesh
     assert "does not fit: 4.0 GB" in _run("--dry_run", "--device_gb=4").stdout
     assert "--devices" in _refused("--dry_run", "--devices=0")

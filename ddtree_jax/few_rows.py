@@ -20,7 +20,7 @@ def few_rows_dot(x: jax.Array, matrix: jax.Array, *, preferred_element_type=None
     """x @ matrix, by a kernel of its own where one serves: 2 to 40 rows of float32 on a CPU with AVX-512.
 
     XLA's CPU backend packs the whole matrix first, for 8 rows as for 800, and on one core alone. Two cores stream it
-    once instead: 8 rows take half the time (docs/performance.md).
+    once instead: a round of 8 nodes took 2.2 to 2.5 steps and not 3.8 (docs/performance.md).
 
     Args:
       x: [..., inputs].
@@ -30,10 +30,13 @@ def few_rows_dot(x: jax.Array, matrix: jax.Array, *, preferred_element_type=None
     Returns:
       [..., outputs]. The kernel's sums run over the inputs in order, so that no row depends on how many there are.
     """
-    rows, outputs = math.prod(x.shape[:-1]), matrix.shape[1]
-    serves = x.dtype == matrix.dtype == jnp.float32 and outputs % _LANES == 0
+    rows = math.prod(x.shape[:-1])
+    # What does not fit is jnp.dot's to refuse, before anything runs.
+    serves = matrix.ndim == 2 and x.ndim > 0 and x.shape[-1] == matrix.shape[0] > 0
+    serves = serves and x.dtype == matrix.dtype == jnp.float32 and matrix.shape[1] % _LANES == 0
     if not (serves and _FEWEST <= rows <= _MOST and _on_one_cpu()):
         return jnp.dot(x, matrix, preferred_element_type=preferred_element_type)
+    outputs = matrix.shape[1]
     return _dot(x.reshape(rows, -1), matrix).reshape(*x.shape[:-1], outputs)
 
 

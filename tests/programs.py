@@ -53,8 +53,14 @@ def run(script, *arguments, env=(), cwd=None, paths=(), timeout=300) -> subproce
             "timeout": timeout,
         }
         server = _server()
-        print(json.dumps(order), file=server.stdin, flush=True)
-        code = json.loads(server.stdout.readline())
+        try:
+            print(json.dumps(order), file=server.stdin, flush=True)
+            code = json.loads(server.stdout.readline())
+        except BaseException:
+            # Its next answer would be taken for another program's.
+            _server.cache_clear()
+            server.kill()
+            raise
         out, err = (pathlib.Path(stream).read_text() for stream in streams)
     if code is None:
         raise subprocess.TimeoutExpired(command, timeout, out, err)
@@ -81,7 +87,9 @@ def _next_program():
         child = os.fork()
         if child == 0:
             return order
-        ended, _, _ = select.select([os.pidfd_open(child)], [], [], order["timeout"])
+        ending = os.pidfd_open(child)
+        ended, _, _ = select.select([ending], [], [], order["timeout"])
+        os.close(ending)
         if not ended:
             os.kill(child, signal.SIGKILL)
         code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])

@@ -57,6 +57,13 @@ def test_where_the_kernel_serves(rng):
     assert "few_rows_dot" not in text.replace("jit_few_rows_dot", "")
 
 
+def test_what_does_not_fit_is_refused_before_it_runs(rng):
+    x, matrix = _operands(rng, 8, 32, 32)
+    with pytest.raises(TypeError, match="contracting"):
+        jax.eval_shape(few_rows_dot, x[:, :16], matrix)
+    np.testing.assert_array_equal(few_rows_dot(x[:, :0], matrix[:0]), np.zeros((8, 32)))
+
+
 @needs_kernel
 def test_leading_axes_gradients_and_vmap(rng):
     x, matrix = _operands(rng, 12, 40, 32)

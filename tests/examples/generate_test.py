@@ -5,6 +5,8 @@ import os
 import pathlib
 import re
 import shutil
+import subprocess
+import sys
 import types
 
 import jax
@@ -273,6 +275,23 @@ def test_dry_run_loads_nothing(tmp_path):
         assert words in on_mesh
     assert "does not fit: 4.0 GB" in _run("--dry_run", "--device_gb=4").stdout
     assert "--devices" in _refused("--dry_run", "--devices=0")
+
+
+@pytest.mark.parametrize(
+    "program, flag",
+    [("generate", "--dry_run"), ("draw_tree", "--help"), ("make_checkpoint", "--help")],
+)
+def test_programs_start_in_a_fresh_python(program, flag):
+    """The other tests start them where JAX is imported already."""
+    done = subprocess.run(
+        [sys.executable, str(_SCRIPT.with_name(f"{program}.py")), flag],
+        env={**os.environ, "JAX_PLATFORMS": "cpu"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == (flag == "--help"), done.stderr  # absl ends with 1 after its help
+    assert "GB" in done.stdout or "--" in done.stdout
 
 
 def test_json_is_whole_or_as_it_was(tmp_path):

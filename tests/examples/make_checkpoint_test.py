@@ -137,7 +137,7 @@ def test_seed_decides_and_tokenizer_comes_along(tmp_path):
     [
         ([], ["--output"]),
         (["--output={tmp}"], ["empty"]),
-        (["--output={tmp}/new", "--layers=0"], ["--layers", "1 .. 6"]),
+        (["--output={tmp}/new", "--layers=0"], ["--layers", "1 .. 4"]),
         (["--output={tmp}/new", "--shard_gb=0"], ["--shard_gb"]),
         (["--output={tmp}/new", "--shard_gb=inf"], ["--shard_gb", "inf"]),
         (["--output={tmp}/new", "--config={tmp}/none.json"], ["none.json"]),

@@ -579,7 +579,7 @@ int launch_product(const Problem& p, int64_t chunks, int processors, cudaStream_
   int blocks = 0;
   if (cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes) != cudaSuccess ||
       cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks, kernel, kThreads, kBytes) != cudaSuccess || blocks < 1) {
-    return DDTREE_LAUNCH_FAILED;
+    return ddtree::refused();
   }
   const int64_t tasks = chunks * (kGateUp ? ceil_div(p.inner_size, kHalf) : ceil_div(p.hidden, kRows));
   const int grid = static_cast<int>(std::min<int64_t>(tasks, static_cast<int64_t>(blocks) * processors));
@@ -628,7 +628,7 @@ int ddtree_expert_mlp_cuda(const ddtree_expert_mlp_args* args, void* stream) {
   int device = 0, processors = 0;
   if (cudaGetDevice(&device) != cudaSuccess ||
       cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device) != cudaSuccess) {
-    return DDTREE_LAUNCH_FAILED;
+    return ddtree::refused();
   }
   uint8_t* const workspace = static_cast<uint8_t*>(args->workspace);
   const auto bytes = [](const void* pointer) { return static_cast<const uint8_t*>(pointer); };

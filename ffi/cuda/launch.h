@@ -16,6 +16,12 @@ inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 // Whether the launches just made were accepted; needs no synchronisation.
 inline int launch_status() { return cudaGetLastError() == cudaSuccess ? DDTREE_OK : DDTREE_LAUNCH_FAILED; }
 
+// What to return where the runtime refused a call that is no launch: its error must not be taken for the next launch's.
+inline int refused() {
+  cudaGetLastError();
+  return DDTREE_LAUNCH_FAILED;
+}
+
 // Whether each array starts at a multiple of the 16 bytes that kernels move at once.
 inline bool aligned(std::initializer_list<const void*> arrays) {
   uintptr_t address = 0;

@@ -1,6 +1,6 @@
-// The Hopper instructions that verify_attn uses: TMA loads, mbarriers and warpgroup products (PTX ISA 8.0, sm_90a).
+// Hopper's instructions: TMA loads and mbarriers (PTX ISA 8.0, sm_90), warpgroup products (sm_90a).
 //
-// Tiles in shared memory are boxes of 64 rows by 64 bfloat16, 8 KB at a 1,024-byte boundary, in the 128-byte swizzle:
+// Tiles in shared memory are boxes of 64 rows, or of fewer, by 64 bfloat16, 8 KB at a 1,024-byte boundary, in the 128-byte swizzle:
 // the 16-byte chunk c of row r lies at r * 128 + ((c ^ r % 8) << 4).
 #ifndef DDTREE_FFI_CUDA_SM90_H_
 #define DDTREE_FFI_CUDA_SM90_H_

@@ -414,7 +414,7 @@ int launch(const ddtree_tree_build_args& args, cudaStream_t stream) {
   const auto kernel = build_trees<kBudget, kThreads>;
   if (kBytes > 48 * 1024 &&
       cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes) != cudaSuccess) {
-    return DDTREE_LAUNCH_FAILED;
+    return ddtree::refused();
   }
   kernel<<<static_cast<unsigned>(args.batch), kThreads, kBytes, stream>>>(args);
   return ddtree::launch_status();

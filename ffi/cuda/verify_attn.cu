@@ -676,7 +676,7 @@ int ddtree_verify_attn_cuda(const ddtree_verify_attn_args* args, void* stream) {
       cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device) != cudaSuccess ||
       cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device) != cudaSuccess ||
       cudaFuncSetAttribute(portable, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytes) != cudaSuccess) {
-    return DDTREE_LAUNCH_FAILED;
+    return ddtree::refused();
   }
   const bool has_hopper = major == 9 && minor == 0;
   if (args->path == DDTREE_PATH_HOPPER && !has_hopper) return DDTREE_INVALID_ARGUMENT;

@@ -437,7 +437,7 @@ int launch(const Problem& p, int blocks, int size, cudaStream_t stream) {
   static_assert(sizeof(Shared<kRows>) <= 227 * 1024, "what a block may have");
   static_assert(sizeof(Left) <= sizeof(Shared<kRows>::latents), "a cluster's block leaves its output in their place");
   CUtensorMap query_map, cache_map;
-  if (!encode_maps(p, p.nodes * p.heads, &query_map, &cache_map)) return DDTREE_LAUNCH_FAILED;
+  if (!encode_maps(p, p.nodes * p.heads, &query_map, &cache_map)) return ddtree::refused();
   const auto kernel = size > 0 ? attend_few<kRows, true> : attend_few<kRows, false>;
   return launch_clusters(kernel, kThreads, sizeof(Shared<kRows>), blocks, size > 0 ? size : 1, stream, p, query_map,
                          cache_map);

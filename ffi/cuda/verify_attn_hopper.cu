@@ -44,8 +44,8 @@ constexpr int kColumns = DDTREE_LATENT_DIM / 2;  // of a warpgroup
 constexpr int kTileBytes = kBoxes * sm90::kBoxBytes;
 static_assert(kTileRows == 64 && kHopperStep == 64, "a box has 64 rows");
 
-// Named barriers; 0 is the block's own. What goes between warpgroups goes by mbarriers, at which every thread arrives:
-// so tools that look for races can follow it.
+// Named barriers; 0 is the block's own. What goes between warpgroups goes by mbarriers, at which every thread arrives,
+// so tools that look for races can follow it; but for `scored`, which passes no data.
 constexpr uint32_t kGroup = 1;  // and 2: a warpgroup by itself
 
 struct Shared {
@@ -349,8 +349,8 @@ __device__ __forceinline__ uint32_t pack_half(float low, float high) {
   return *reinterpret_cast<const uint32_t*>(&pair);
 }
 
-// Stores a warp's 16 rows of a warpgroup's columns, `pair` of each two numbers: the thread's upper row from to[0] on, the
-// one 8 below from to[1] on, where they are `real`. Goes through `staging`, 1 KB for the warp, 32 columns at a time:
+// Stores a warp's 16 rows of a warpgroup's columns, `pair` of each two numbers: the thread's upper row from to[0] on,
+// the one 8 below from to[1] on, where they are `real`. Goes through `staging`, 1 KB for the warp, 32 columns at a time:
 // threads hold two columns of a row each, and memory wants sectors.
 template <typename Number, typename Pair>
 __device__ __forceinline__ void store_rows(const float (&out)[kColumns / 2], uint8_t* staging, int lane,
@@ -695,7 +695,7 @@ __global__ void __launch_bounds__(kThreads, 1)
 template <bool kCluster>
 int launch(const Problem& p, int blocks, int size, cudaStream_t stream) {
   CUtensorMap query_map, cache_map;
-  if (!encode_maps(p, kCluster ? query_box_rows(p) : kTileRows, &query_map, &cache_map)) return DDTREE_LAUNCH_FAILED;
+  if (!encode_maps(p, kCluster ? query_box_rows(p) : kTileRows, &query_map, &cache_map)) return ddtree::refused();
   return launch_clusters(attend<kCluster>, kThreads, sizeof(Shared), blocks, size, stream, p, query_map, cache_map);
 }
 
@@ -706,12 +706,16 @@ struct Card {
 };
 
 void ask(Card* card) {
-  if (!allow_launch(attend<true>, sizeof(Shared), kMostCluster)) return;
+  if (!allow_launch(attend<true>, sizeof(Shared), kMostCluster)) {
+    cudaGetLastError();  // the answer, not an error of the launch to come
+    return;
+  }
   for (int size = 1; size <= kMostCluster; ++size) {
     cudaLaunchAttribute attribute;
     const cudaLaunchConfig_t config = cluster_config(kThreads, sizeof(Shared), size, size, nullptr, &attribute);
     if (cudaOccupancyMaxActiveClusters(&card->fits[size], attend<true>, &config) != cudaSuccess) card->fits[size] = 0;
   }
+  cudaGetLastError();  // as above
 }
 
 }  // namespace

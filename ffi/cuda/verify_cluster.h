@@ -117,8 +117,8 @@ struct HalfScale {
   }
 };
 
-// What a block leaves in shared memory, in the numbers of parts in memory: float16, since what takes long is to read the
-// other blocks' rows. Rows are so far apart that neither writers nor readers meet in a bank.
+// What a block leaves in shared memory, in the numbers of parts in memory: float16, since what takes long is to read
+// the other blocks' rows. Rows are so far apart that neither writers nor readers meet in a bank.
 struct alignas(16) Left {
   __half rows[kTileRows][DDTREE_LATENT_DIM + 8];
   PartRow said[kTileRows];

@@ -12,8 +12,8 @@
 // equal runs of the order. A run may cut its first and its last item; a block does the last one's beginning first, so
 // that at any time all blocks are about equally far in their chunks.
 //
-// An item that is not a whole tile, or was cut, leaves parts in the workspace, which a second launch merges by a list of
-// the tiles that are cut.
+// An item that is not a whole tile, or was cut, leaves parts in the workspace, which a second launch merges by a list
+// of the tiles that are cut.
 //
 // Every block makes the plan before it can load anything, in each call with instructions that no cache holds yet. So
 // what counts is how many divisions follow one another, and how much code there is: no loop over requests is unrolled.

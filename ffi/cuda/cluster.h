@@ -1,4 +1,4 @@
-// Clusters of blocks: their barrier, and stores to the first block's shared memory (PTX ISA 8.1, sm_90).
+// Clusters of blocks: their barrier, and the shared memory of their other blocks (PTX ISA 8.1, sm_90).
 #ifndef DDTREE_FFI_CUDA_CLUSTER_H_
 #define DDTREE_FFI_CUDA_CLUSTER_H_
 
@@ -9,9 +9,22 @@
 namespace ddtree {
 namespace cluster {
 
-// Arrives at the cluster's barrier, all threads of a warp at once. Orders nothing beyond what fences before it do: the
-// ordering form waits for all of the thread's memory, loads that were just asked for included.
-__device__ __forceinline__ void arrive() { asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory"); }
+// Blocks of this block's cluster.
+__device__ __forceinline__ int size() {
+  uint32_t blocks;
+  asm("mov.u32 %0, %%cluster_nctarank;" : "=r"(blocks));
+  return static_cast<int>(blocks);
+}
+
+// A barrier of all threads of a cluster that have not ended, all threads of a warp at once: what they wrote before they
+// arrived is seen by those that have waited.
+__device__ __forceinline__ void arrive() { asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory"); }
+
+// Where nothing need be seen beyond what fences before it order: the ordering form waits for all of the thread's
+// memory, loads that were just asked for included.
+__device__ __forceinline__ void arrive_relaxed() {
+  asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
+}
 
 __device__ __forceinline__ void wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
 
@@ -27,11 +40,25 @@ __device__ __forceinline__ void wait_for_bytes(uint64_t* barrier) {
       : "memory");
 }
 
-// Where the first block has the variable that lies at `pointer` in this one.
+// Where block `rank` of the cluster has what lies at `address` here.
+__device__ __forceinline__ uint32_t address_in(uint32_t address, int rank) {
+  uint32_t there;
+  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(address), "r"(rank));
+  return there;
+}
+
 __device__ __forceinline__ uint32_t in_first_block(const void* pointer) {
-  uint32_t address;
-  asm("mapa.shared::cluster.u32 %0, %1, 0;" : "=r"(address) : "r"(shared_address(pointer)));
-  return address;
+  return address_in(shared_address(pointer), 0);
+}
+
+// Reads the shared memory of a block of the cluster.
+__device__ __forceinline__ uint4 load(uint32_t address) {
+  uint4 x;
+  asm volatile("ld.shared::cluster.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w)
+               : "r"(address)
+               : "memory");
+  return x;
 }
 
 // Stores to the first block's variable, whose barrier counts the bytes when they have come.

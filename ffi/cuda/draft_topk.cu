@@ -213,7 +213,7 @@ __global__ void DDTREE_CLUSTER_OF(kBlocks) __launch_bounds__(kSelectThreads, 2)
   const int tiles = (vocab + kTile - 1) / kTile;
   if (block > 0) {
     const int scanner = warp * (kBlocks - 1) + block - 1;
-    cluster::arrive();
+    cluster::arrive_relaxed();
     if (scanner >= tiles) cluster::wait();
     Partial partial = no_logits();
     for (int tile = scanner; tile < tiles; tile += kScanners) {
@@ -242,7 +242,7 @@ __global__ void DDTREE_CLUSTER_OF(kBlocks) __launch_bounds__(kSelectThreads, 2)
     sm90::arrive_expecting(&shared.partials_here, scanners * sizeof(Partial));
   }
   __syncwarp();
-  cluster::arrive();
+  cluster::arrive_relaxed();
   shared.select.clear();
   __syncthreads();
   cluster::wait();

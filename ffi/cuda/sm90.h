@@ -1,7 +1,7 @@
 // Hopper's instructions: TMA loads and mbarriers (PTX ISA 8.0, sm_90), warpgroup products (sm_90a).
 //
-// Tiles in shared memory are boxes of 64 rows, or of fewer, by 64 bfloat16, 8 KB at a 1,024-byte boundary, in the 128-byte swizzle:
-// the 16-byte chunk c of row r lies at r * 128 + ((c ^ r % 8) << 4).
+// Tiles in shared memory are boxes of 64 rows, or of fewer, by 64 bfloat16, 8 KB at a 1,024-byte boundary, in the
+// 128-byte swizzle: the 16-byte chunk c of row r lies at r * 128 + ((c ^ r % 8) << 4).
 #ifndef DDTREE_FFI_CUDA_SM90_H_
 #define DDTREE_FFI_CUDA_SM90_H_
 
@@ -96,45 +96,6 @@ __device__ __forceinline__ void load_box(void* to, const CUtensorMap* map, uint6
       "[%5];" ::"r"(shared_address(to)),
       "l"(map), "r"(column), "r"(row), "r"(plane), "r"(shared_address(barrier))
       : "memory");
-}
-
-// Blocks of this block's cluster.
-__device__ __forceinline__ int cluster_size() {
-  uint32_t size;
-  asm("mov.u32 %0, %%cluster_nctarank;" : "=r"(size));
-  return static_cast<int>(size);
-}
-
-// A barrier of all threads of a cluster that have not ended: what they wrote before they arrived is seen by those that
-// have waited.
-__device__ __forceinline__ void arrive_at_cluster() {
-  asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
-}
-
-// Where nothing that was written need be seen.
-__device__ __forceinline__ void arrive_at_cluster_relaxed() {
-  asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
-}
-
-__device__ __forceinline__ void wait_for_cluster() {
-  asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
-}
-
-// Where block `rank` of the cluster has what lies at `address` here.
-__device__ __forceinline__ uint32_t address_in(uint32_t address, int rank) {
-  uint32_t there;
-  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(address), "r"(rank));
-  return there;
-}
-
-// Reads the shared memory of a block of the cluster.
-__device__ __forceinline__ uint4 load_from_cluster(uint32_t address) {
-  uint4 x;
-  asm volatile("ld.shared::cluster.v4.u32 {%0, %1, %2, %3}, [%4];"
-               : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w)
-               : "r"(address)
-               : "memory");
-  return x;
 }
 
 // Brings bytes to the L2 cache; address and count are multiples of 16.

@@ -18,6 +18,7 @@
 #include "ffi/cuda/verify_attn.h"
 #include "ffi/cuda/verify_cluster.h"
 #include "ffi/cuda/verify_plan.h"
+#include "ffi/cuda/verify_segments.h"
 #include "ffi/ddtree.h"
 
 namespace ddtree {
@@ -107,23 +108,6 @@ __device__ void load_rotary(const Problem& p, Shared<kRows>& s, const CUtensorMa
     }
   });
 }
-
-// Plans the next segment, whenever the one before this has left its place.
-template <int kRows>
-__device__ void plan_segments(const Problem& p, Shared<kRows>& s) {
-  for (uint32_t number = 0;; ++number) {
-    // Sleeps, not to take turns from those who compute.
-    while (number >= 1 && !sm90::passed(&s.finished, (number - 1) % 2)) __nanosleep(200);
-    Segment& next = s.segments[(number + 1) % 2];
-    next_segment(p, &s.run, &next);
-    const bool last = next.request == p.batch;
-    sm90::arrive(&s.planned[(number + 1) % 2]);
-    if (last) return;
-  }
-}
-
-// A greatest score is replaced when one exceeds it by this many powers of two, as in the kernel for many rows.
-constexpr float kSlack = 8;
 
 // Two columns' weights of a thread's upper or lower row.
 template <int kCount>
@@ -385,7 +369,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   Shared<kRows>& s = *reinterpret_cast<Shared<kRows>*>(memory);
   const int thread = threadIdx.x, warp = __shfl_sync(~0u, thread / 32, 0);
   if (kCluster && thread == kComputeThreads) {
-    s.segments[0] = cluster_segment(p, blockIdx.x, sm90::cluster_size());
+    s.segments[0] = cluster_segment(p, blockIdx.x, cluster::size());
   } else if (thread == kComputeThreads + 32) {
     sm90::prefetch(&query_map);
     sm90::prefetch(&cache_map);

@@ -30,6 +30,7 @@
 #include "ffi/cuda/verify_attn.h"
 #include "ffi/cuda/verify_cluster.h"
 #include "ffi/cuda/verify_plan.h"
+#include "ffi/cuda/verify_segments.h"
 #include "ffi/ddtree.h"
 
 namespace ddtree {
@@ -160,9 +161,9 @@ __device__ void load_cluster_tiles(const Problem& p, Shared& s, const CUtensorMa
     for (int box = 0; box < kBoxes; ++box) sm90::arrive_expecting(&s.arrived[box], query_box_rows(p) * 128);
   }
   __syncwarp();
-  sm90::wait_for_cluster();  // all blocks' barriers are there
+  cluster::wait();  // all blocks' barriers are there
   if (lane > 0) return;
-  const int size = sm90::cluster_size(), row = segment.request * p.nodes * p.heads + segment.tile * kTileRows;
+  const int size = cluster::size(), row = segment.request * p.nodes * p.heads + segment.tile * kTileRows;
   for (int box = blockIdx.x % size; box < kBoxes; box += size) {
     sm90::load_box_for_all(s.query + box * sm90::kBoxBytes, query_map, &s.arrived[box], box * 64, row, (1 << size) - 1);
   }
@@ -177,7 +178,7 @@ __device__ __forceinline__ void start_cluster_block(const Problem& p, Shared& s,
     init_load_barriers(s);
   } else if (thread == kComputeThreads + 32) {
     const int layer = layer_of(p.layer, p.layers);
-    const Segment segment = cluster_segment(p, blockIdx.x, sm90::cluster_size());
+    const Segment segment = cluster_segment(p, blockIdx.x, cluster::size());
     s.segments[0] = segment;
     s.plane = layer * p.batch + segment.request;
   } else if (thread == kComputeThreads + 64) {
@@ -194,7 +195,7 @@ __device__ __forceinline__ void start_cluster_block(const Problem& p, Shared& s,
     sm90::fence_writes();
   }
   __syncwarp();
-  sm90::arrive_at_cluster_relaxed();  // the barriers' own fence has made them known
+  cluster::arrive_relaxed();  // the barriers' own fence has made them known
 }
 
 // Brings the ancestors of a tile's nodes near, for the masked steps, which are a block's last.
@@ -212,25 +213,12 @@ __device__ __forceinline__ void fetch_ancestors(const Problem& p, Shared& s, int
 // While the plan is made nobody loads. So each block asks the L2 cache for one tile of the queries; together they ask
 // for those with which blocks begin where all requests have all nodes.
 __device__ void prefetch_queries(const Problem& p) {
-  const int request_rows = p.nodes * p.heads, request_tiles = (request_rows + kTileRows - 1) / kTileRows;
+  const int request_rows = p.nodes * p.heads, request_tiles = shape_tiles(p.nodes, p.heads);
   const int tiles = p.batch * request_tiles;
   const int tile = min(static_cast<int>(__fdividef(static_cast<float>(blockIdx.x) * tiles, gridDim.x)), tiles - 1);
   const int request = tile / request_tiles, row = tile % request_tiles * kTileRows;
   sm90::prefetch_bytes(p.query + (static_cast<int64_t>(request) * request_rows + row) * DDTREE_ROW_DIM,
                        min(kTileRows, request_rows - row) * DDTREE_ROW_DIM * 2);
-}
-
-// Plans the next segment, whenever the one before this has left its place. One thread of the loading warpgroup.
-__device__ void plan_segments(const Problem& p, Shared& s) {
-  for (uint32_t number = 0;; ++number) {
-    // Sleeps, not to take turns from those who compute.
-    while (number >= 1 && !sm90::passed(&s.finished, (number - 1) % 2)) __nanosleep(200);
-    Segment& next = s.segments[(number + 1) % 2];
-    next_segment(p, &s.run, &next);
-    const bool last = next.request == p.batch;
-    sm90::arrive(&s.planned[(number + 1) % 2]);
-    if (last) return;
-  }
 }
 
 // Makes a buffer's latent numbers zero from row `end` on, and what is not finite in rows [first, end). A node's row may
@@ -302,10 +290,6 @@ __device__ __forceinline__ void start_first_scores(Shared& s, float (&score)[32]
     sm90::end_products();
   }
 }
-
-// A greatest score is replaced when one exceeds it by this many powers of two. Until then weights may exceed 1, which
-// costs no precision, and the output need not shrink.
-constexpr float kSlack = 8;
 
 // Scores of a thread's two rows to weights, as the second product takes them from registers: four depths of 16 cache
 // rows. `factor` becomes what the output so far shrinks by.
@@ -683,7 +667,7 @@ __global__ void __launch_bounds__(kThreads, 1)
       // No product reads the keys any more: the output is left in their place.
       Left* left = reinterpret_cast<Left*>(s.keys);
       leave_output(p, s.segments[0], left, thread, out, maximum, s.sum);
-      sm90::wait_for_cluster();  // of the start
+      cluster::wait();  // of the start
       merge_cluster<kComputeThreads / 32>(p, s.segments[0], left, thread);
     }
   }

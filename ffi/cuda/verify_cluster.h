@@ -9,6 +9,7 @@
 #include <cuda_fp16.h>
 #include <stdint.h>
 
+#include "ffi/cuda/cluster.h"
 #include "ffi/cuda/launch.h"
 #include "ffi/cuda/sm90.h"
 #include "ffi/cuda/verify_attn.h"
@@ -162,7 +163,7 @@ __device__ __forceinline__ int wrapped(int block, int sharers) { return block < 
 template <int kWarps>
 __device__ __forceinline__ void merge_rows(const Problem& p, const Segment& segment, const Left* left, int thread) {
   constexpr int kTogether = 4;  // blocks that a warp asks at once
-  const int size = sm90::cluster_size(), rank = blockIdx.x % size, warp = thread / 32, lane = thread % 32;
+  const int size = cluster::size(), rank = blockIdx.x % size, warp = thread / 32, lane = thread % 32;
   const int sharers = sharers_of(segment.steps, size), real = real_rows(p, segment);
   const int side = warp % 2, column = side * 256 + lane * 8;
   const int64_t first = static_cast<int64_t>(segment.request) * p.nodes * p.heads + segment.tile * kTileRows;
@@ -170,7 +171,7 @@ __device__ __forceinline__ void merge_rows(const Problem& p, const Segment& segm
   for (int row = rank + warp / 2 * size; row < real; row += kWarps / 2 * size) {
     // Lane i knows what block i says of the row.
     uint4 said = make_uint4(0xff800000u, 0, 0, 0);  // a maximum of -inf
-    if (lane < sharers) said = sm90::load_from_cluster(sm90::address_in(sm90::shared_address(&left->said[row]), lane));
+    if (lane < sharers) said = cluster::load(cluster::address_in(sm90::shared_address(&left->said[row]), lane));
     const float top = __uint_as_float(said.x);
     float greatest = top;
 #pragma unroll
@@ -189,7 +190,7 @@ __device__ __forceinline__ void merge_rows(const Problem& p, const Segment& segm
       uint4 x[kTogether];
 #pragma unroll
       for (int i = 0; i < kTogether; ++i) {
-        if (j + i < sharers) x[i] = sm90::load_from_cluster(sm90::address_in(from, wrapped(block + i, sharers)));
+        if (j + i < sharers) x[i] = cluster::load(cluster::address_in(from, wrapped(block + i, sharers)));
       }
 #pragma unroll
       for (int i = 0; i < kTogether; ++i) {
@@ -216,7 +217,7 @@ __device__ __forceinline__ void merge_rows(const Problem& p, const Segment& segm
 template <int kWarps>
 __device__ __forceinline__ void copy_latents(const Problem& p, const Segment& segment, int thread) {
   constexpr int kChunks = DDTREE_LATENT_DIM / 8, kRowChunks = DDTREE_ROW_DIM / 8;  // of 16 bytes
-  const int size = sm90::cluster_size(), rank = blockIdx.x % size, warp = thread / 32, lane = thread % 32;
+  const int size = cluster::size(), rank = blockIdx.x % size, warp = thread / 32, lane = thread % 32;
   const int request_rows = p.nodes * p.heads, first_row = segment.tile * kTileRows;
   const int64_t plane = static_cast<int64_t>(layer_of(p.layer, p.layers)) * p.batch + segment.request;
   const uint4* latents = static_cast<const uint4*>(p.cache) + (plane * p.rows + segment.length) * kRowChunks;
@@ -234,12 +235,12 @@ __device__ __forceinline__ void copy_latents(const Problem& p, const Segment& se
 // What is left to do when a block has left its output. All threads that have not ended call it.
 template <int kWarps>
 __device__ __forceinline__ void merge_cluster(const Problem& p, const Segment& segment, const Left* left, int thread) {
-  sm90::arrive_at_cluster();
-  sm90::wait_for_cluster();
+  cluster::arrive();
+  cluster::wait();
   merge_rows<kWarps>(p, segment, left, thread);
-  sm90::arrive_at_cluster_relaxed();  // no other block's memory is read from here on
+  cluster::arrive_relaxed();  // no other block's memory is read from here on
   copy_latents<kWarps>(p, segment, thread);
-  sm90::wait_for_cluster();
+  cluster::wait();
 }
 
 }  // namespace ddtree

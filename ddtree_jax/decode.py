@@ -64,23 +64,43 @@ class DecodeState:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class DecodeResult:
-    """What `ddtree_decode` returns.
+    """What `ddtree_decode` returns: a state, and by these names what a caller wants of it.
+
+    The state is all there is to it, so that no array leaves a program twice. Beside the saving, XLA for GPUs mixed
+    up donated arrays that did (https://github.com/jax-ml/jax/issues/39625, seen with jax 0.11.2). So a function of
+    your own that donates a state returns the new one ahead of all else, and nothing of it a second time.
 
     Attributes:
+      state: pass it to the next call to go on. If that call donates it, the names below are gone with it: read
+        them before.
       tokens: i32[B, P + max_new_tokens]: each prompt with what followed it; -1 past `lengths`.
       lengths: i32[B], prompt included.
       rounds: i32[B], target passes after the prefill (which emits the first token).
       accepted_histogram: i32[B, L + 2]: rounds by the number of tokens they emitted.
       finish_reason: i32[B], values of `FinishReason`.
-      state: pass it to the next call to go on.
     """
 
-    tokens: jax.Array
-    lengths: jax.Array
-    rounds: jax.Array
-    accepted_histogram: jax.Array
-    finish_reason: jax.Array
     state: DecodeState
+
+    @property
+    def tokens(self) -> jax.Array:
+        return self.state.tokens
+
+    @property
+    def lengths(self) -> jax.Array:
+        return self.state.lengths
+
+    @property
+    def rounds(self) -> jax.Array:
+        return self.state.rounds
+
+    @property
+    def accepted_histogram(self) -> jax.Array:
+        return self.state.accepted_histogram
+
+    @property
+    def finish_reason(self) -> jax.Array:
+        return self.state.finish_reason
 
 
 def ddtree_decode(
@@ -160,14 +180,7 @@ def ddtree_decode(
             return rounds + 1, dataclasses.replace(state, pause=state.pause.after(pays))
 
         _, state = jax.lax.while_loop(running, body, (jnp.int32(0), state))
-    return DecodeResult(
-        tokens=state.tokens,
-        lengths=state.lengths,
-        rounds=state.rounds,
-        accepted_histogram=state.accepted_histogram,
-        finish_reason=state.finish_reason,
-        state=state,
-    )
+    return DecodeResult(state)
 
 
 def max_path(drafter, config: DecodeConfig) -> int:

@@ -1,6 +1,8 @@
 """The loop's bookkeeping against a table-driven target whose text three lines of NumPy predict."""
 
 import dataclasses
+import functools
+import re
 import types
 
 import jax
@@ -269,6 +271,24 @@ def test_invalid_prompts_under_jit_are_a_finish_reason(rng):
     want = follow(np.asarray(target.table), tokens[1, :3], 8)[0]
     assert np.asarray(result.tokens[1, :11]).tolist() == want
     assert np.asarray(result.lengths).tolist() == [0, 11, 0, 0, 0]
+
+
+@pytest.mark.parametrize("mode", ["ar", "chain", "ddtree"])
+def test_a_donated_state_becomes_the_next_one_array_by_array(rng, mode):
+    """Elsewhere XLA for GPUs mixes donated arrays up: https://github.com/jax-ml/jax/issues/39625."""
+    target, drafter = random_pair(rng)
+    tokens, lengths = _prompts(rng, 2, 8, target.vocab_size)
+    decode = jax.jit(ddtree_decode, static_argnames="config", donate_argnames="state")
+    run = functools.partial(decode.lower, target, drafter, tokens, lengths)
+    config = DecodeConfig(mode=mode, max_new_tokens=40)
+    lowered = run(config=config, state=run(config=config).out_info.state)
+    text = lowered.as_text(debug_info=True)
+    main = next(line for line in text.splitlines() if "func.func public @main" in line)
+    results = re.findall(r'jax\.result_info = "result\.([^"]*)"', main)
+    donated = re.findall(r'tf\.aliasing_output = (\d+) : i32\} loc\("([^"]*)"\)', main)
+    assert results == [name for _, name in donated]
+    assert [int(at) for at, _ in donated] == list(range(len(results)))
+    assert {"state.tokens", "state.lengths", "state.finish_reason", "state.cache"} <= set(results)
 
 
 def test_loop_has_no_cache_copy_and_shows_the_primitives(rng):

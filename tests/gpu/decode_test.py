@@ -1,5 +1,6 @@
 """The decode loop on a GPU: the modes agree, and with the documented options it is one CUDA graph."""
 
+import dataclasses
 import os
 import pathlib
 import re
@@ -15,6 +16,7 @@ from markov import random_pair
 from tiny_models import random_drafter, random_target
 
 from ddtree_jax import DecodeConfig, FinishReason, ddtree_decode
+from ddtree_jax.cuda_graphs import whole_loop_options
 from ddtree_jax.models import demo, load_drafter, load_target, load_tokenizer
 
 pytestmark = pytest.mark.skipif(jax.default_backend() != "gpu", reason="needs a GPU")
@@ -93,6 +95,35 @@ def test_sampled_text_depends_on_prompt_and_seed_alone(rng):
     seed = jnp.int32(12345)
     other = decode(target, drafter, tokens, lengths, config=config, seed=seed).tokens
     assert np.any(np.asarray(other) != texts["ar"])
+
+
+@pytest.mark.parametrize("options", [{}, whole_loop_options()], ids=["default", "one graph"])
+@pytest.mark.parametrize("mode", ["ar", "chain", "ddtree"])
+def test_calls_that_donate_the_state_go_on_where_one_call_would(rng, mode, options):
+    """XLA for GPUs mixed such arrays up where they left the program twice: jax issue 39625."""
+    target, drafter = random_target(rng, **_SMALL), random_drafter(rng, **_MASK)
+    lengths = rng.integers(1, 17, 3).astype(np.int32)
+    tokens = rng.integers(0, 12, (3, 16)).astype(np.int32)
+    config = DecodeConfig(mode=mode, budget=9, max_new_tokens=30)
+    with jax.default_matmul_precision("highest"):
+        want = jax.tree.map(np.asarray, decode(target, drafter, tokens, lengths, config=config))
+        donating = jax.jit(
+            ddtree_decode,
+            static_argnames="config",
+            donate_argnames="state",
+            compiler_options=options,
+        )
+        first = dataclasses.replace(config, max_rounds=0)
+        result = donating(target, drafter, tokens, lengths, config=first)
+        calls, later = 0, dataclasses.replace(config, max_rounds=4)
+        while np.any(np.asarray(result.finish_reason) == FinishReason.RUNNING):
+            state = result.state
+            result = donating(target, drafter, tokens, lengths, config=later, state=state)
+            assert state.cache.is_deleted() and calls < 30
+            calls += 1
+    assert calls > 1
+    for name in ("tokens", "lengths", "rounds", "accepted_histogram", "finish_reason"):
+        np.testing.assert_array_equal(getattr(result, name), getattr(want, name), err_msg=name)
 
 
 def test_no_transfer_and_no_cache_copy(rng):

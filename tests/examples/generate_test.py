@@ -9,9 +9,6 @@ import subprocess
 import sys
 import types
 
-import jax
-import jax.numpy as jnp
-import losslessness
 import programs
 import pytest
 import quick_compile
@@ -332,18 +329,6 @@ def test_the_runner_counts_prompts_in_the_callers_list():
         runner.run([[1], []], first=8)
     with pytest.raises(ValueError, match="prompt 8 has 4 tokens"):
         runner.run([[1] * 4], first=8)
-
-
-def test_float32_is_in_full():
-    """A tie is judged at full precision whatever the process's default."""
-    seen = []
-
-    def target(ids, positions):
-        seen.append(jax.config.jax_default_matmul_precision)
-        return jnp.zeros((1, 3, 5))
-
-    assert losslessness.is_tie(target, [1, 2, 3], (0, 1), jnp.float32)
-    assert seen == ["highest"]
 
 
 def test_the_readmes_set_up_is_what_ci_installs():

@@ -1,11 +1,15 @@
 // Runs every CUDA kernel on small random inputs, for compute-sanitizer and for a check that results depend neither on
 // what outputs and workspaces held before nor on the run: all is done twice over memory filled with different bytes.
+//
+//   kernel_driver [uninitialised] [CASE]   all cases, or one; memory as it was allocated, and once
+//   kernel_driver count                    prints how many cases there are
 #include <cuda_runtime.h>
 
 #include <cmath>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <functional>
 #include <random>
 #include <vector>
 
@@ -226,6 +230,7 @@ void compare(const S& shape, bool plain) {
 
 int main(int argc, char** argv) {
   const bool plain = argc > 1 && std::strcmp(argv[1], "uninitialised") == 0;
+  const char* last = argc > 1 + plain ? argv[1 + plain] : nullptr;
   cudaDeviceProp card;
   check(cudaGetDeviceProperties(&card, 0), "cudaGetDeviceProperties");
   const bool hopper = card.major == 9 && card.minor == 0;
@@ -247,16 +252,21 @@ int main(int argc, char** argv) {
       {140, 3, 301, 4, 1, 8, 70, 1, DDTREE_BF16, DDTREE_PATH_HOPPER, DDTREE_BF16},
       {140, 3, 301, 4, 2, 8, 140, 1, DDTREE_BF16, DDTREE_PATH_HOPPER, DDTREE_BF16},
   };
-  for (const Shape& shape : shapes) {
-    if (shape.path != DDTREE_PATH_HOPPER || hopper) compare(shape, plain);
-  }
   const ExpertShape expert_shapes[] = {
       {3, 2, 40, 512, 128, DDTREE_BF16},
       {17, 3, 5, 288, 96, DDTREE_BF16},
       {65, 4, 9, 1024, 64, DDTREE_BF16},
       {9, 2, 4, 96, 32, DDTREE_F32},
   };
-  for (const ExpertShape& shape : expert_shapes) compare(shape, plain);
+  std::vector<std::function<void()>> cases;
+  for (const Shape& shape : shapes) {
+    if (shape.path != DDTREE_PATH_HOPPER || hopper) cases.push_back([&shape, plain] { compare(shape, plain); });
+  }
+  for (const ExpertShape& shape : expert_shapes) cases.push_back([&shape, plain] { compare(shape, plain); });
+  if (last && std::strcmp(last, "count") == 0) return std::printf("%zu\n", cases.size()), 0;
+  for (size_t i = 0; i < cases.size(); ++i) {
+    if (!last || i == std::strtoul(last, nullptr, 10)) cases[i]();
+  }
   std::printf(failed ? "FAILED\n" : "all kernels ran\n");
   return failed;
 }

@@ -1,0 +1,78 @@
+"""Which differences between two texts rounding explains."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from losslessness import first_difference, is_tie, judge
+from tiny_models import random_target
+
+
+def test_first_difference():
+    assert first_difference([1, 2], [1, 2]) is None
+    assert first_difference([1, 2], [1, 3]) == 1
+    assert first_difference([1, 2], [1]) == 1
+
+
+def test_float32_is_in_full():
+    """A tie is judged at full precision whatever the process's default."""
+    seen = []
+
+    def target(ids, positions):
+        seen.append(jax.config.jax_default_matmul_precision)
+        return jnp.zeros((1, 3, 5))
+
+    assert is_tie(target, [1, 2, 3], (0, 1), jnp.float32)
+    assert seen == ["highest"]
+
+
+@pytest.mark.parametrize(
+    ("gap", "dtype", "tie"),
+    [(5e-5, jnp.float32, True), (1e-3, jnp.float32, False), (0.01, jnp.bfloat16, True)]
+    + [(0.1, jnp.bfloat16, False)],
+)
+def test_a_tie_of_logits(gap, dtype, tie):
+    """Between 2 and 4 a step of bfloat16 is 2^-6."""
+
+    def target(ids, positions):
+        return jnp.asarray([[[3.0, 3.0 - gap, 1.0]]])
+
+    assert is_tie(target, [1], (0, 1), dtype) == tie
+    assert not is_tie(target, [1], (0, 2), dtype)
+
+
+def _undecided(rng, gap):
+    """A target whose last router prefers expert 2 to expert 1 by `gap`, a prefix, and what follows by either."""
+    target = random_target(rng)
+    router = target.layers[-1].mlp.gate
+    router.kernel[...] = jnp.zeros_like(router.kernel[...])  # scores of 1/2
+
+    def best(bias, prefix):
+        router.e_score_correction_bias[...] = jnp.asarray(bias, jnp.float32)
+        ids = jnp.asarray([prefix], jnp.int32)
+        return int(jnp.argmax(target(ids, jnp.arange(len(prefix))[None])[0, -1]))
+
+    ours, other = [1, 0, gap, -1, -1, -1], [1, gap, 0, -1, -1, -1]
+    for _ in range(100):
+        prefix = rng.integers(0, target.vocab_size, 5).tolist()
+        pair = best(other, prefix), best(ours, prefix)  # the last call leaves `ours`
+        if pair[0] != pair[1]:
+            return target, prefix, pair
+    pytest.fail("the experts never decide")
+
+
+def test_a_tie_of_experts(rng):
+    with jax.default_matmul_precision("highest"):
+        target, prefix, pair = _undecided(rng, 1e-3)
+        assert is_tie(target, prefix, pair, jnp.bfloat16)
+        assert not is_tie(target, prefix, pair, jnp.float32)
+        ids = jnp.asarray([prefix], jnp.int32)
+        worst = int(jnp.argmin(target(ids, jnp.arange(len(prefix))[None])[0, -1]))
+        assert not is_tie(target, prefix, (pair[1], worst), jnp.bfloat16)
+        texts = [*prefix, pair[0]], [*prefix, pair[1]]
+        assert judge(target, [], *texts, jnp.bfloat16) == "tie"
+        assert judge(target, [], *texts, jnp.float32) == "different"
+
+
+def test_experts_apart_are_no_tie(rng):
+    target, prefix, pair = _undecided(rng, 0.05)
+    assert not is_tie(target, prefix, pair, jnp.bfloat16)

@@ -266,7 +266,10 @@ class KimiK26(nnx.Module):
 
     def embed(self, tokens: jax.Array) -> jax.Array:
         """i32[...] to [..., D]; ids outside the vocabulary are clamped."""
-        return jnp.take(self.embed_tokens[...], tokens, axis=0, mode="clip")
+        table = self.embed_tokens[...]
+        if self.placement is None or self.placement.rules.vocab is None:
+            return jnp.take(table, tokens, axis=0, mode="clip")
+        return self.placement.embed(table, jnp.clip(tokens, 0, table.shape[0] - 1))
 
     def head(self, hidden: jax.Array) -> jax.Array:
         """[..., D] after the final norm to logits f32[..., V]."""

@@ -11,6 +11,7 @@ import dataclasses
 from collections.abc import Callable
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from .sharding import ShardingRules
@@ -37,6 +38,22 @@ class Placement:
         """`body` as each device runs it on its own part of the operands."""
         # Compiled even where the caller is not: outside of jit, shard_map goes operation by operation.
         return jax.jit(jax.shard_map(body, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs))
+
+    def embed(self, table: jax.Array, tokens: jax.Array) -> jax.Array:
+        """Rows of `table` [V, D], split by V, at `tokens` i32[...] in 0 .. V - 1: [..., D], one sum over devices.
+
+        By hand: XLA for GPUs makes a slice of a lookup of one row, and its partitioner gathers the table for it.
+        """
+        axis = self.rules.vocab
+
+        def own(table, tokens):
+            rows = tokens - jax.lax.axis_index(axis) * table.shape[0]
+            held = (rows >= 0) & (rows < table.shape[0])
+            found = jnp.take(table, rows, axis=0, mode="clip")
+            return jax.lax.psum(jnp.where(held[..., None], found, 0), axis)
+
+        whole = PartitionSpec()
+        return self.on_each(own, (PartitionSpec(axis), whole), whole)(table, tokens)
 
     def verify_attn(
         self, query, cache, lengths, tree, *, scale: float, layer, cache_scale=None

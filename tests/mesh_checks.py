@@ -93,6 +93,32 @@ def check_attention(rng):
             np.testing.assert_array_equal(np.asarray(got), np.asarray(want))
 
 
+def check_embedding(rng):
+    """A lookup in a split table gives the table's rows, the first or last for ids outside, in one sum of rows."""
+    for dtype in ("float32", "bfloat16"):
+        target = random_target(rng, **_TARGET)
+        target = jax.tree.map(lambda leaf, dtype=dtype: leaf.astype(dtype), target)
+        table = np.asarray(target.embed_tokens[...])
+        for devices in (2, 4):
+            split = _placed(target, devices)
+            for shape in ((1, 1), (1,), (2, 17)):
+                tokens = rng.integers(-3, _VOCAB + 3, shape).astype(np.int32)
+                compiled = jax.jit(lambda split, tokens: split.embed(tokens)).lower(split, tokens)
+                compiled = compiled.compile()
+                got = compiled(split, tokens)
+                assert got.dtype == dtype and got.sharding.is_fully_replicated
+                np.testing.assert_array_equal(
+                    np.asarray(got), table[np.clip(tokens, 0, _VOCAB - 1)]
+                )
+                ((name, result),) = collectives(compiled.as_text())
+                # XLA for CPUs sums bfloat16 in float32.
+                assert name == "all-reduce" and f"[{','.join(map(str, got.shape))}]" in result
+        one = Placement(_mesh(4), ShardingRules(vocab=None))
+        assert one.rules.shardings(target, one.mesh)[("embed_tokens",)].is_fully_replicated
+        target.placement = one
+        np.testing.assert_array_equal(np.asarray(target.embed(tokens)), np.asarray(got))
+
+
 def check_experts(rng):
     """`split_expert_mlp` gives what `expert_mlp` and the shared MLP give, but for the order of the sum."""
     for kind in ("float", "fp8", "int4"):

@@ -12,6 +12,7 @@ _TESTS = pathlib.Path(__file__).resolve().parents[1]
     "check",
     [
         "attention",
+        "embedding",
         "experts",
         "whole_operands",
         "greedy_float",

@@ -14,6 +14,8 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from ddtree_jax.attention import verify_attn
+from ddtree_jax.cache import append_latents
 from ddtree_jax.few_rows import few_rows_dot
 
 from . import rope
@@ -330,11 +332,7 @@ class KimiK26(nnx.Module):
           hidden [B, N, D] after the final norm, features [B, N, len(taps) * D] as in `forward`, and
           the cache. Rows past `tree.num_nodes` mean nothing and visit no routed expert.
         """
-        # Imported here: training needs no native extension.
-        from ddtree_jax import append_latents, verify_attn
-
-        if self.placement is not None:
-            verify_attn = self.placement.verify_attn
+        attend = verify_attn if self.placement is None else self.placement.verify_attn
         x = self.embed(tree.tokens)
         positions = lengths[:, None] + tree.depths
         valid = jnp.arange(tree.tokens.shape[1]) < tree.num_nodes[:, None]
@@ -350,7 +348,7 @@ class KimiK26(nnx.Module):
                 rows = layer.self_attn.latents(normed, cos, sin)
                 cache = append_latents(cache, rows, lengths, layer=index, **scaled)
                 query = layer.self_attn.absorbed_queries(normed, cos, sin)
-                mixed = verify_attn(query, cache, lengths, tree, scale=scale, layer=index, **scaled)
+                mixed = attend(query, cache, lengths, tree, scale=scale, layer=index, **scaled)
                 x = x + layer.self_attn.project(mixed)
             x = layer.feed_forward(x, valid, self.placement)
             outputs.append(x)

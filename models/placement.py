@@ -14,6 +14,8 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from ddtree_jax.attention import verify_attn
+
 from .sharding import ShardingRules
 
 
@@ -59,8 +61,6 @@ class Placement:
         self, query, cache, lengths, tree, *, scale: float, layer, cache_scale=None
     ) -> jax.Array:
         """`ddtree_jax.verify_attn`, each device with its own heads; cache, lengths and tree are whole."""
-        # Imported here: training needs no native extension.
-        from ddtree_jax import verify_attn
 
         def own(query, cache, lengths, tree, cache_scale):
             return verify_attn(

@@ -5,7 +5,8 @@
 // every 64 numbers, warp `part` has 16. It holds the group's query for its numbers and the output for its columns in
 // registers, the only place with room for them beside two 32-row stages in 99 KB of shared memory. Scores of a step
 // are sums over the four warps: each warp owns eight rows, receives the others' parts of them through shared memory,
-// does their softmax, and gives the weights back as the fragments that the second product takes.
+// does their softmax, and gives the weights back as the fragments that the second product takes. Each warp has the
+// group's rows in an order of its own, those that it owns first: who sends what to whom is then the same code for all.
 //
 // An e4m3 cache is widened to bfloat16, exactly, while it is brought to shared memory: a step's bytes land behind one
 // stage, two steps ahead, and are spread into it before the first product. From there on it is the same kernel; the
@@ -43,6 +44,8 @@ constexpr int kStageBytes = kStep * kRowBytes;
 constexpr int kStages = 2;
 constexpr int kKSteps = DDTREE_ROW_DIM / 64;     // 16-number slices of a warp in the first product
 constexpr int kColumns = DDTREE_LATENT_DIM / 64;  // 16-column slices of a warp in the second
+constexpr int kKeysAhead = 3;    // fragments of cache rows that are on their way to the first product
+constexpr int kValuesAhead = 4;  // to the second
 constexpr int kExchange = 1024;  // bytes of scores that a warp sends to another
 constexpr int kExchangeOffset = kStages * kStageBytes;
 constexpr int kFactorOffset = kExchangeOffset + kWarps * (kParts - 1) * kExchange;
@@ -192,62 +195,56 @@ __device__ __forceinline__ void widen_step(const uint8_t* landing, uint8_t* stag
               stage + tail_row * kRowBytes + 1024 + ((me.lane % 8 ^ tail_row % 8) << 4));
 }
 
-// Gives every owner of rows its part of their scores, lane by lane, and keeps this warp's own.
-template <int kPart>
-__device__ __forceinline__ void send_scores(uint8_t* shared, Place me, const float (&score)[2][4][4],
+// Whose rows, eight of the group's, a warp has in its place `slice`: its own come first.
+__device__ __forceinline__ uint32_t owner_of(Place me, int slice) { return (me.part + slice) % kParts; }
+
+// Gives the owners of rows this warp's part of their scores of 16 cache rows, lane by lane, and keeps its own.
+__device__ __forceinline__ void send_scores(uint8_t* shared, Place me, int half, const float (&score)[2][2][4],
                                             float (&own)[4][2]) {
-  uint8_t* to = me.exchange(shared, 0) + me.lane * 8;
 #pragma unroll
-  for (int owner = 0; owner < kParts; ++owner) {
+  for (int slice = 0; slice < kParts; ++slice) {
+    uint8_t* to = me.exchange(shared, owner_of(me, slice)) + (slice - 1) * kExchange + me.lane * 8;
 #pragma unroll
-    for (int t = 0; t < 4; ++t) {
-      const float x = score[owner / 2][t][owner % 2 * 2], y = score[owner / 2][t][owner % 2 * 2 + 1];
-      if (owner == kPart) {
-        own[t][0] = x;
-        own[t][1] = y;
+    for (int t = 0; t < 2; ++t) {
+      const float x = score[slice / 2][t][slice % 2 * 2], y = score[slice / 2][t][slice % 2 * 2 + 1];
+      if (slice == 0) {
+        own[half * 2 + t][0] = x;
+        own[half * 2 + t][1] = y;
       } else {
-        constexpr int kSlots = kParts - 1;
-        const int slot = owner * kSlots + kPart - (kPart > owner);
-        *reinterpret_cast<float2*>(to + slot * kExchange + t * 256) = make_float2(x, y);
+        *reinterpret_cast<float2*>(to + (half * 2 + t) * 256) = make_float2(x, y);
       }
     }
   }
 }
 
-// The first product of a step. A warp sums over its own numbers and shares out the sums; in `own` it has those of the
-// row that this lane's quad owns: own[t] are of cache rows 8 t + 2 (lane % 4) and the next.
+// The first product of a step, 16 cache rows after the other: half of the sums at a time leaves registers for fragments
+// on their way. A warp sums over its own numbers and shares out the sums; in `own` it has those of the row that this
+// lane's quad owns: own[t] are of cache rows 8 t + 2 (lane % 4) and the next.
 __device__ __forceinline__ void score_step(uint8_t* shared, uint32_t stage, const uint32_t (&query)[2][kKSteps][4],
                                            Place me, float (&own)[4][2]) {
-  float score[2][4][4];
-#pragma unroll
-  for (int m = 0; m < 2; ++m)
-#pragma unroll
-    for (int t = 0; t < 4; ++t)
-#pragma unroll
-      for (int e = 0; e < 4; ++e) score[m][t][e] = 0;
   const uint32_t row = me.lane % 8 + me.lane / 16 * 8;
   const uint32_t keys = stage + row * kRowBytes + (((me.part * 2 + me.lane / 8 % 2) ^ row % 8) << 4);
+  uint32_t key[kKeysAhead][4];
+  const auto fetch = [&](int i) {
+    load_matrices(key[i % kKeysAhead], keys + i % kKSteps * 128 + i / kKSteps * 16 * kRowBytes);
+  };
 #pragma unroll
-  for (int k = 0; k < kKSteps; ++k) {
+  for (int i = 0; i < kKeysAhead; ++i) fetch(i);
 #pragma unroll
-    for (int pair = 0; pair < 2; ++pair) {
-      uint32_t key[4];
-      load_matrices(key, keys + k * 128 + pair * 16 * kRowBytes);
+  for (int half = 0; half < 2; ++half) {
+    float score[2][2][4] = {};
+#pragma unroll
+    for (int k = 0; k < kKSteps; ++k) {
+      const int i = half * kKSteps + k;
+      const uint32_t(&b)[4] = key[i % kKeysAhead];
 #pragma unroll
       for (int m = 0; m < 2; ++m) {
-        multiply(score[m][pair * 2], query[m][k], key[0], key[1]);
-        multiply(score[m][pair * 2 + 1], query[m][k], key[2], key[3]);
+        multiply(score[m][0], query[m][k], b[0], b[1]);
+        multiply(score[m][1], query[m][k], b[2], b[3]);
       }
+      if (i + kKeysAhead < 2 * kKSteps) fetch(i + kKeysAhead);
     }
-  }
-  if (me.part == 0) {
-    send_scores<0>(shared, me, score, own);
-  } else if (me.part == 1) {
-    send_scores<1>(shared, me, score, own);
-  } else if (me.part == 2) {
-    send_scores<2>(shared, me, score, own);
-  } else {
-    send_scores<3>(shared, me, score, own);
+    send_scores(shared, me, half, score, own);
   }
 }
 
@@ -369,7 +366,7 @@ __global__ void __launch_bounds__(kThreads, 1) attend(const Problem p) {
     uint32_t query[2][kKSteps][4];
     {
       const Place me(thread);
-      const int first_row = segment.tile * kTileRows + static_cast<int>(me.group * kGroupRows);
+      const int first_row = segment.tile * kTileRows + static_cast<int>(me.group * kGroupRows + me.lane / 4);
       const int real_rows = segment.nodes * p.heads;
       const __nv_bfloat16* queries =
           p.query + static_cast<int64_t>(segment.request) * p.nodes * p.heads * DDTREE_ROW_DIM + me.part * 16 +
@@ -378,7 +375,7 @@ __global__ void __launch_bounds__(kThreads, 1) attend(const Problem p) {
       for (int m = 0; m < 2; ++m) {
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-          const int row = first_row + m * 16 + half * 8 + static_cast<int>(me.lane / 4);
+          const int row = first_row + static_cast<int>(owner_of(me, m * 2 + half)) * 8;
           const __nv_bfloat16* from = queries + static_cast<int64_t>(min(row, real_rows - 1)) * DDTREE_ROW_DIM;
 #pragma unroll
           for (int k = 0; k < kKSteps; ++k) {
@@ -412,10 +409,12 @@ __global__ void __launch_bounds__(kThreads, 1) attend(const Problem p) {
         __syncthreads();
         stage = base;
       }
-      const bool masked = (step + 1) * kStep > segment.length;
+      const auto ends_in_tree = [&] { return (step + 1) * kStep > segment.length; };
+      bool masked = !kE4m3 && ends_in_tree();
 
       float own[4][2];
       score_step(shared, stage, query, Place(thread), own);
+      if constexpr (kE4m3) masked = ends_in_tree();  // before the product, a register would be missing (sm_120)
       // Not before the first product: its reads of shared memory would queue behind these copies.
       if (step + kAhead < segment.end_step) {
         load_step(landing_of<Cache>(base, step + kAhead), static_cast<const Cache*>(segment.cache),
@@ -433,9 +432,29 @@ __global__ void __launch_bounds__(kThreads, 1) attend(const Problem p) {
       group_barrier(thread / (kParts * 32));
 
       const Place me(thread);
+      const uint32_t row = me.lane % 16;
+      const uint32_t values = stage + row * kRowBytes + (((me.part * 2 + me.lane / 16) ^ row % 8) << 4);
+      uint32_t weight[2][2][4], value[kValuesAhead][4];
+      const auto fetch_weights = [&](int half) {
+#pragma unroll
+        for (int m = 0; m < 2; ++m) {
+          const uint8_t* from = me.exchange(shared, owner_of(me, m * 2 + static_cast<int>(me.lane / 8 % 2)));
+          load_matrices(weight[half][m],
+                        shared_address(from) + (half * 2 + me.lane / 16) * 128 + me.lane % 8 * 16);
+        }
+      };
+      const auto fetch = [&](int i) {
+        load_matrices_transposed(value[i % kValuesAhead],
+                                 values + i / kColumns * 16 * kRowBytes + i % kColumns * 128);
+      };
+      fetch_weights(0);
+#pragma unroll
+      for (int i = 0; i < kValuesAhead; ++i) fetch(i);
+      // Only now, so that nothing above waits until it is known whether the output shrinks.
+      const float* factors = me.factors(shared) + me.lane / 4;
 #pragma unroll
       for (int m = 0; m < 2; ++m) {
-        const float f0 = me.factors(shared)[m * 16 + me.lane / 4], f1 = me.factors(shared)[m * 16 + me.lane / 4 + 8];
+        const float f0 = factors[owner_of(me, m * 2) * 8], f1 = factors[owner_of(me, m * 2 + 1) * 8];
         if (__any_sync(~0u, f0 != 1.0f || f1 != 1.0f)) {
 #pragma unroll
           for (int k = 0; k < kColumns; ++k)
@@ -448,29 +467,17 @@ __global__ void __launch_bounds__(kThreads, 1) attend(const Problem p) {
             }
         }
       }
-      {
-        const uint32_t row = me.lane % 16;
-        const uint32_t values = stage + row * kRowBytes + (((me.part * 2 + me.lane / 16) ^ row % 8) << 4);
 #pragma unroll
-        for (int kk = 0; kk < 2; ++kk) {
-          uint32_t weight[2][4];  // a word at a time: wider loads would need moves into the product's registers
+      for (int i = 0; i < 2 * kColumns; ++i) {
+        const int half = i / kColumns, k = i % kColumns;
+        const uint32_t(&b)[4] = value[i % kValuesAhead];
 #pragma unroll
-          for (int i = 0; i < 8; ++i) {
-            const int m = i / 4, half = i % 2, t = kk * 2 + i % 4 / 2;
-            weight[m][i % 4] = *reinterpret_cast<const uint32_t*>(me.exchange(shared, m * 2 + half) + t * 128 +
-                                                                  me.lane * 4);
-          }
-#pragma unroll
-          for (int k = 0; k < kColumns; ++k) {
-            uint32_t value[4];
-            load_matrices_transposed(value, values + kk * 16 * kRowBytes + k * 128);
-#pragma unroll
-            for (int m = 0; m < 2; ++m) {
-              multiply(out[m][k][0], weight[m], value[0], value[1]);
-              multiply(out[m][k][1], weight[m], value[2], value[3]);
-            }
-          }
+        for (int m = 0; m < 2; ++m) {
+          multiply(out[m][k][0], weight[half][m], b[0], b[1]);
+          multiply(out[m][k][1], weight[half][m], b[2], b[3]);
         }
+        if (i + kValuesAhead < 2 * kColumns) fetch(i + kValuesAhead);
+        if (i + kValuesAhead == kColumns) fetch_weights(1);
       }
     }
 
@@ -488,9 +495,9 @@ __global__ void __launch_bounds__(kThreads, 1) attend(const Problem p) {
       for (int m = 0; m < 2; ++m) {
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-          const int row =
-              segment.tile * kTileRows + static_cast<int>(me.group * kGroupRows + me.lane / 4) + m * 16 + half * 8;
-          const float f = me.factors(shared)[m * 16 + half * 8 + me.lane / 4];
+          const uint32_t group_row = owner_of(me, m * 2 + half) * 8 + me.lane / 4;
+          const int row = segment.tile * kTileRows + static_cast<int>(me.group * kGroupRows + group_row);
+          const float f = me.factors(shared)[group_row];
           if (row < segment.nodes * p.heads) {
             __nv_bfloat16* to =
                 p.out + (static_cast<int64_t>(segment.request) * p.nodes * p.heads + row) * DDTREE_LATENT_DIM +
@@ -515,7 +522,7 @@ __global__ void __launch_bounds__(kThreads, 1) attend(const Problem p) {
       for (int m = 0; m < 2; ++m)
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-          const uint32_t row = me.group * kGroupRows + m * 16 + half * 8 + me.lane / 4;
+          const uint32_t row = me.group * kGroupRows + owner_of(me, m * 2 + half) * 8 + me.lane / 4;
           float* to = part_out + row * DDTREE_LATENT_DIM + me.part * 16 + me.lane % 4 * 2;
 #pragma unroll
           for (int k = 0; k < kColumns; ++k)

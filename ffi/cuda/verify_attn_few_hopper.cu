@@ -369,7 +369,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   Shared<kRows>& s = *reinterpret_cast<Shared<kRows>*>(memory);
   const int thread = threadIdx.x, warp = __shfl_sync(~0u, thread / 32, 0);
   if (kCluster && thread == kComputeThreads) {
-    s.segments[0] = cluster_segment(p, blockIdx.x, cluster::size());
+    s.segments[0] = cluster_segment(p, blockIdx.x, cluster::size(), false);
   } else if (thread == kComputeThreads + 32) {
     sm90::prefetch(&query_map);
     sm90::prefetch(&cache_map);

@@ -70,6 +70,7 @@ struct Shared {
   int needed[kTries];
   // In a cluster:
   uint64_t arrived[kBoxes];  // a box of the query and of the block's first tile
+  ClusterSegment share;      // the first of `segments` is the same
   int plane;                 // of the cache
   bool fetched;              // written for the loads' sake
 };
@@ -146,46 +147,50 @@ __device__ void load_tiles(const Problem& p, Shared& s, const CUtensorMap* query
   }
 }
 
-// The same in a cluster's block, by the whole warp. Its blocks load a box of the query each, for all of them.
-__device__ void load_cluster_tiles(const Problem& p, Shared& s, const CUtensorMap* query_map,
-                                   const CUtensorMap* cache_map, int lane) {
-  const Segment& segment = s.segments[0];
-  const int step = segment.step, first_end = min(step + 1, segment.end_step);
-  uint32_t tile = 0;
+// What the loading warp of a cluster's block does before the block's threads are together: the first tile is asked for
+// before lengths have been read. The blocks load a box of the query each, for all of them.
+__device__ __forceinline__ void start_cluster_loads(const Problem& p, Shared& s, const CUtensorMap* query_map,
+                                                    const CUtensorMap* cache_map, int lane) {
+  const int size = cluster::size(), rank = blockIdx.x % size, tiles = shape_tiles(p.nodes, p.heads);
+  const int place = blockIdx.x / size, request = place / tiles;
   if (lane == 0) {
-    load_steps<true>(s, cache_map, s.plane, step, first_end, &tile);
-    // The query is waited for in any case.
-    if (tile == 0) {
-      for (int box = 0; box < kBoxes; ++box) sm90::arrive(&s.arrived[box]);
-    }
+    const int layer = p.layers == 1 ? 0 : layer_of(p.layer, p.layers);
+    init_load_barriers(s);
+    s.plane = layer * p.batch + request;
+  }
+  __syncwarp();
+  cluster::arrive_relaxed();  // the barriers' own fence has made them known
+  if (lane == 0) {
+    uint32_t tile = 0;
+    load_steps<true>(s, cache_map, s.plane, rank, rank + 1, &tile);
     for (int box = 0; box < kBoxes; ++box) sm90::arrive_expecting(&s.arrived[box], query_box_rows(p) * 128);
   }
   __syncwarp();
   cluster::wait();  // all blocks' barriers are there
-  if (lane > 0) return;
-  const int size = cluster::size(), row = segment.request * p.nodes * p.heads + segment.tile * kTileRows;
-  for (int box = blockIdx.x % size; box < kBoxes; box += size) {
-    sm90::load_box_for_all(s.query + box * sm90::kBoxBytes, query_map, &s.arrived[box], box * 64, row, (1 << size) - 1);
+  if (lane == 0) {
+    const int row = request * p.nodes * p.heads + (place - request * tiles) * kTileRows;
+    for (int box = rank; box < kBoxes; box += size) {
+      sm90::load_box_for_all(s.query + box * sm90::kBoxBytes, query_map, &s.arrived[box], box * 64, row,
+                             (1 << size) - 1);
+    }
   }
-  load_steps<false>(s, cache_map, s.plane, first_end, segment.end_step, &tile);
+  __syncwarp();
 }
 
 // What a cluster's block does before its threads part.
 __device__ __forceinline__ void start_cluster_block(const Problem& p, Shared& s, const CUtensorMap* query_map,
                                                     const CUtensorMap* cache_map, int thread) {
   const int box_rows = query_box_rows(p);
-  if (thread == kComputeThreads) {
-    init_load_barriers(s);
-  } else if (thread == kComputeThreads + 32) {
-    const int layer = layer_of(p.layer, p.layers);
-    const Segment segment = cluster_segment(p, blockIdx.x, cluster::size());
-    s.segments[0] = segment;
-    s.plane = layer * p.batch + segment.request;
+  if (thread / 32 == kComputeThreads / 32) {
+    start_cluster_loads(p, s, query_map, cache_map, thread % 32);
+    return;
+  }
+  cluster::arrive_relaxed();
+  if (thread == kComputeThreads + 32) {
+    s.share = cluster_segment(p, blockIdx.x, cluster::size(), true);
+    s.segments[0] = s.share;
   } else if (thread == kComputeThreads + 64) {
     init_barriers(s);
-  } else if (thread == kComputeThreads + 96) {
-    sm90::prefetch(cache_map);
-    sm90::prefetch(query_map);
   } else if (thread < kComputeThreads) {
     // Rows that no load fills: their scores are nothing's, but whatever memory held would make them rescale.
     for (int i = thread; i < kBoxes * (kTileRows - box_rows) * 8; i += kComputeThreads) {
@@ -195,13 +200,13 @@ __device__ __forceinline__ void start_cluster_block(const Problem& p, Shared& s,
     sm90::fence_writes();
   }
   __syncwarp();
-  cluster::arrive_relaxed();  // the barriers' own fence has made them known
 }
 
 // Brings the ancestors of a tile's nodes near, for the masked steps, which are a block's last.
 __device__ __forceinline__ void fetch_ancestors(const Problem& p, Shared& s, int lane) {
-  const Segment& segment = s.segments[0];
-  if (segment.end_step < segment.steps || segment.step == segment.end_step) return;
+  const ClusterSegment& segment = s.share;
+  const int count = step_count(segment);
+  if (count == 0 || (step_at(segment, count - 1) + 1) * kHopperStep <= segment.length) return;
   const int row = segment.tile * kTileRows;
   const int first = row / p.heads, last = min((row + kTileRows - 1) / p.heads, segment.nodes - 1);
   const uint32_t* ancestors = p.ancestors + static_cast<int64_t>(segment.request) * p.nodes * p.words;
@@ -405,7 +410,7 @@ __device__ __forceinline__ void attend_side(const Problem& p, Shared& s, int thr
     sm90::pin(score);
   };
   if (kCluster) {
-    if (kSide == 0 && s.segments[0].step < s.segments[0].end_step) {
+    if (kSide == 0 && s.share.lead > 0) {
       start_first_scores(s, score);
       end_scores();
     }
@@ -421,9 +426,10 @@ __device__ __forceinline__ void attend_side(const Problem& p, Shared& s, int thr
     if (s.segments[number % 2].request == p.batch) return;
     // Read where it is needed: registers are what a thread lacks.
     const Segment& segment = s.segments[number % 2];
-    const uint32_t first = tile, end = tile + (segment.end_step - segment.step);
+    const uint32_t first = tile, end = tile + (kCluster ? step_count(s.share) : segment.end_step - segment.step);
     // The first tile with a row that not all nodes see.
-    const int masked = static_cast<int>(tile) + segment.length / kHopperStep - segment.step;
+    int masked = static_cast<int>(tile) + segment.length / kHopperStep - segment.step;
+    if (kCluster) masked = s.share.first >= segment.length / kHopperStep ? 0 : max(masked, 0) + 1;
 
     float sum[2] = {}, factor[2];
     maximum[0] = maximum[1] = -INFINITY;
@@ -465,7 +471,8 @@ __device__ __forceinline__ void attend_side(const Problem& p, Shared& s, int thr
       if (__builtin_expect(static_cast<int>(tile) >= masked, 0)) {
         sm90::sync_at(kGroup + kSide, kGroupThreads);  // every warp's scores are there
         // Of the tile's first row, counted from the tree's.
-        const int row = (segment.end_step - static_cast<int>(end - tile)) * kHopperStep - segment.length;
+        const int step = kCluster && tile == 0 ? s.share.first : segment.end_step - static_cast<int>(end - tile);
+        const int row = step * kHopperStep - segment.length;
         clear_not_finite(s.keys[kSide], max(-row, 0), segment.nodes - row, thread);
         sm90::fence_writes();
         sm90::sync_at(kGroup + kSide, kGroupThreads);
@@ -647,7 +654,10 @@ __global__ void __launch_bounds__(kThreads, 1)
   if (group == 2) {
     sm90::give_registers<24>();
     if (kCluster) {
-      if (thread < kComputeThreads + 32) load_cluster_tiles(p, s, &query_map, &cache_map, lane);
+      if (thread == kComputeThreads) {
+        uint32_t tile = 1;
+        load_steps<false>(s, &cache_map, s.plane, s.share.step, s.share.end_step, &tile);
+      }
       if (thread >= kComputeThreads + 96) fetch_ancestors(p, s, lane);
     } else {
       if (thread == kComputeThreads) load_tiles(p, s, &query_map, &cache_map);

@@ -28,22 +28,32 @@ __host__ __device__ constexpr int shape_tiles(int nodes, int heads) {
 // How many of a cluster's blocks share the steps of a tile; the others have none.
 __host__ __device__ constexpr int sharers_of(int steps, int size) { return steps < size ? steps : size; }
 
-// What a block of a cluster of `size` does; no step where there is none for it.
-__host__ __device__ inline Segment cluster_segment(const Problem& p, int block, int size) {
+// What a block of a cluster does: the step `first`, if `lead` is 1 and not 0, then [step, end_step).
+struct ClusterSegment : Segment {
+  int lead, first;
+};
+
+__host__ __device__ inline int step_count(const ClusterSegment& s) { return s.lead + s.end_step - s.step; }
+__host__ __device__ inline int step_at(const ClusterSegment& s, int i) {
+  return i < s.lead ? s.first : s.step + i - s.lead;
+}
+
+// What a block of a cluster of `size` does; no step where there is none for it. With `leads` its first step is that of
+// its rank, so that it can be loaded before lengths are there, and what comes after those of all ranks is cut evenly.
+__host__ __device__ inline ClusterSegment cluster_segment(const Problem& p, int block, int size, bool leads) {
   const int cluster = block / size, rank = block - cluster * size, tiles = shape_tiles(p.nodes, p.heads);
-  Segment s{};
+  ClusterSegment s{};
   s.request = cluster / tiles;
   s.tile = cluster - s.request * tiles;
   s.length = min(max(p.lengths[s.request], 0), p.rows - p.nodes);
   s.nodes = min(max(p.num_nodes[s.request], 0), p.nodes);
   if (s.tile * kTileRows < s.nodes * p.heads) s.steps = (s.length + s.nodes + kHopperStep - 1) / kHopperStep;
-  const int sharers = sharers_of(s.steps, size);
-  if (rank < sharers) {
-    // The longer shares first: the last has the masked steps, which take longer.
-    const int least = s.steps / sharers, longer = s.steps - least * sharers;
-    s.step = least * rank + min(rank, longer);
-    s.end_step = s.step + least + (rank < longer ? 1 : 0);
-  }
+  s.lead = leads && rank < s.steps ? 1 : 0;
+  s.first = rank;
+  // The longer shares first: the last has the masked steps, which take longer.
+  const int begin = leads ? size : 0, rest = max(s.steps - begin, 0), least = rest / size, longer = rest - least * size;
+  s.step = begin + least * rank + min(rank, longer);
+  s.end_step = s.step + least + (rank < longer ? 1 : 0);
   return s;
 }
 
@@ -169,9 +179,20 @@ __device__ __forceinline__ void merge_rows(const Problem& p, const Segment& segm
   const int64_t first = static_cast<int64_t>(segment.request) * p.nodes * p.heads + segment.tile * kTileRows;
 #pragma unroll 1
   for (int row = rank + warp / 2 * size; row < real; row += kWarps / 2 * size) {
+    const uint32_t from = sm90::shared_address(&left->rows[row][column]);
+    // Each row begins with another block, so that not all read the same one's memory.
+    int block = row % sharers;
+    uint4 x[kTogether];
+    const auto ask = [&](int j) {
+#pragma unroll
+      for (int i = 0; i < kTogether; ++i) {
+        if (j + i < sharers) x[i] = cluster::load(cluster::address_in(from, wrapped(block + i, sharers)));
+      }
+    };
     // Lane i knows what block i says of the row.
     uint4 said = make_uint4(0xff800000u, 0, 0, 0);  // a maximum of -inf
     if (lane < sharers) said = cluster::load(cluster::address_in(sm90::shared_address(&left->said[row]), lane));
+    ask(0);
     const float top = __uint_as_float(said.x);
     float greatest = top;
 #pragma unroll
@@ -181,17 +202,10 @@ __device__ __forceinline__ void merge_rows(const Problem& p, const Segment& segm
 #pragma unroll
     for (int d = 16; d > 0; d /= 2) sum += __shfl_xor_sync(~0u, sum, d);
     const float factor = shrink * __uint_as_float(side == 0 ? said.z : said.w);
-    const uint32_t from = sm90::shared_address(&left->rows[row][column]);
-    // Each row begins with another block, so that not all read the same one's memory.
-    int block = row % sharers;
     float total[8] = {};
 #pragma unroll 1
     for (int j = 0; j < sharers; j += kTogether) {
-      uint4 x[kTogether];
-#pragma unroll
-      for (int i = 0; i < kTogether; ++i) {
-        if (j + i < sharers) x[i] = cluster::load(cluster::address_in(from, wrapped(block + i, sharers)));
-      }
+      if (j > 0) ask(j);
 #pragma unroll
       for (int i = 0; i < kTogether; ++i) {
         if (j + i >= sharers) break;

@@ -164,13 +164,15 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerProcessor) merge(const Pro
   if (__any_sync(~0u, padded)) copy_latents<Cache>(p, scale, lane);
   const CutTiles& list = *p.cut_tiles;
   const bool shared_out = list.most_parts > kFewParts;
-  const int64_t rows = static_cast<int64_t>(list.count) * kTileRows;
+  // Tiles may have fewer rows than there is room for, and blocks with nothing but such rows would be idle.
+  const uint32_t tile_rows = min(kTileRows, p.nodes * p.heads), rows = list.count * tile_rows;
   const int way = shared_out ? group : 0, ways = shared_out ? kRows : 1;
 #pragma unroll 1
-  for (int64_t index = shared_out ? blockIdx.x : blockIdx.x * kRows + group; index < rows;
+  for (uint32_t index = shared_out ? blockIdx.x : blockIdx.x * kRows + group; index < rows;
        index += shared_out ? gridDim.x : gridDim.x * kRows) {
-    const CutTile& tile = list.tiles[index / kTileRows];
-    const int row = static_cast<int>(index % kTileRows);
+    const uint32_t number = index / tile_rows;
+    const CutTile& tile = list.tiles[number];
+    const int row = static_cast<int>(index - number * tile_rows);
     if (row >= tile.rows) continue;
     const Parts parts = tile.parts;
     const int count = parts.count();

@@ -19,20 +19,23 @@ using namespace ddtree;
 
 namespace {
 
-bool CheckSteps(const Problem& p, int size, int problem) {
+bool CheckSteps(const Problem& p, int size, bool leads, int problem) {
   std::map<std::pair<int, int>, std::vector<int>> done;  // of a tile: how often each step
   const int blocks = p.batch * shape_tiles(p.nodes, p.heads) * size;
   for (int block = 0; block < blocks; ++block) {
-    const Segment s = cluster_segment(p, block, size);
+    const ClusterSegment s = cluster_segment(p, block, size, leads);
     EXPECT(s.request >= 0 && s.request < p.batch && s.tile >= 0 && s.tile < shape_tiles(p.nodes, p.heads));
     const Request r = request_of(p, s.request);
     EXPECT(s.length == r.length && s.nodes == r.nodes && s.steps == (s.tile < r.tiles ? r.steps : 0));
-    const int length = s.end_step - s.step, sharers = sharers_of(s.steps, size);
-    EXPECT(block % size < sharers ? length == s.steps / sharers || length == s.steps / sharers + 1 : length == 0);
-    EXPECT(length == 0 || (s.step >= 0 && s.end_step <= s.steps));
+    const int rank = block % size, count = step_count(s), sharers = sharers_of(s.steps, size);
+    EXPECT(rank < sharers ? count == s.steps / sharers || count == s.steps / sharers + 1 : count == 0);
+    EXPECT(count == 0 || !leads || step_at(s, 0) == rank);
     std::vector<int>& steps = done[{s.request, s.tile}];
     steps.resize(s.steps);
-    for (int step = s.step; step < s.end_step; ++step) ++steps[step];
+    for (int i = 0; i < count; ++i) {
+      EXPECT(step_at(s, i) >= 0 && step_at(s, i) < s.steps && (i == 0 || step_at(s, i) > step_at(s, i - 1)));
+      ++steps[step_at(s, i)];
+    }
   }
   for (const auto& tile : done) EXPECT(tile.second == std::vector<int>(tile.second.size(), 1));
   return true;
@@ -81,7 +84,7 @@ int main(int argc, char** argv) {
       nodes[b] = draw(0, 3) ? p.nodes : draw(0, p.nodes);
     }
     p.lengths = lengths.data(), p.num_nodes = nodes.data();
-    if (!CheckSteps(p, draw(1, kMostCluster), problem)) return 1;
+    if (!CheckSteps(p, draw(1, kMostCluster), draw(0, 1), problem)) return 1;
   }
   return CheckSizes(-1) ? 0 : 1;
 }

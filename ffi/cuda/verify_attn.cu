@@ -685,7 +685,7 @@ int ddtree_verify_attn_cuda(const ddtree_verify_attn_args* args, void* stream) {
       cudaFuncSetAttribute(portable, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytes) != cudaSuccess) {
     return ddtree::refused();
   }
-  const bool has_hopper = major == 9 && minor == 0;
+  const bool has_hopper = major == 9 && minor == 0 && ddtree::hopper_built(device);
   if (args->path == DDTREE_PATH_HOPPER && !has_hopper) return DDTREE_INVALID_ARGUMENT;
   const bool hopper = has_hopper && !e4m3 && args->path != DDTREE_PATH_PORTABLE;
   uint8_t* parts = static_cast<uint8_t*>(args->workspace);

@@ -95,6 +95,10 @@ __device__ __forceinline__ uint32_t visible(const uint32_t* ancestors, int words
 constexpr int kHopperStep = 64;
 int attend_hopper(const Problem& p, int blocks, int size, cudaStream_t stream);
 
+// Whether what runs on this device is the kernels' own code, not that of another architecture, compiled as the driver
+// loaded it. Nothing else here may be called where it is not.
+bool hopper_built(int device);
+
 // The size to take. It looks at nothing but shapes and the card.
 int hopper_cluster(const Problem& p, int device, int processors);
 

@@ -659,6 +659,7 @@ __global__ void __launch_bounds__(kThreads, 1)
         load_steps<false>(s, &cache_map, s.plane, s.share.step, s.share.end_step, &tile);
       }
       if (thread >= kComputeThreads + 96) fetch_ancestors(p, s, lane);
+      if (thread >= kComputeThreads + 32) cluster::wait();  // of the start, for which they have arrived
     } else {
       if (thread == kComputeThreads) load_tiles(p, s, &query_map, &cache_map);
       if (thread == kComputeThreads + 32) plan_segments(p, s);
@@ -693,33 +694,44 @@ int launch(const Problem& p, int blocks, int size, cudaStream_t stream) {
   return launch_clusters(attend<kCluster>, kThreads, sizeof(Shared), blocks, size, stream, p, query_map, cache_map);
 }
 
-// How many clusters of each size a card runs at once.
+// What a card runs: whether the code is Hopper's own, and how many clusters of each size at once.
 struct Card {
   std::once_flag asked;
+  bool built = false;
   int fits[kMostCluster + 1] = {};
 };
 
 void ask(Card* card) {
-  if (!allow_launch(attend<true>, sizeof(Shared), kMostCluster)) {
-    cudaGetLastError();  // the answer, not an error of the launch to come
-    return;
+  cudaFuncAttributes code;
+  card->built = cudaFuncGetAttributes(&code, attend<false>) == cudaSuccess && code.ptxVersion >= 90;
+  if (card->built && allow_launch(attend<true>, sizeof(Shared), kMostCluster)) {
+    for (int size = 1; size <= kMostCluster; ++size) {
+      cudaLaunchAttribute attribute;
+      const cudaLaunchConfig_t config = cluster_config(kThreads, sizeof(Shared), size, size, nullptr, &attribute);
+      if (cudaOccupancyMaxActiveClusters(&card->fits[size], attend<true>, &config) != cudaSuccess) card->fits[size] = 0;
+    }
   }
-  for (int size = 1; size <= kMostCluster; ++size) {
-    cudaLaunchAttribute attribute;
-    const cudaLaunchConfig_t config = cluster_config(kThreads, sizeof(Shared), size, size, nullptr, &attribute);
-    if (cudaOccupancyMaxActiveClusters(&card->fits[size], attend<true>, &config) != cudaSuccess) card->fits[size] = 0;
-  }
-  cudaGetLastError();  // as above
+  cudaGetLastError();  // the answer, not an error of the launch to come
+}
+
+// Null for a device beyond those that are kept.
+const Card* card_of(int device) {
+  static Card cards[64];
+  if (device >= static_cast<int>(sizeof(cards) / sizeof(cards[0]))) return nullptr;
+  std::call_once(cards[device].asked, ask, &cards[device]);
+  return &cards[device];
 }
 
 }  // namespace
 
+bool hopper_built(int device) {
+  const Card* card = card_of(device);
+  return card != nullptr && card->built;
+}
+
 int hopper_cluster(const Problem& p, int device, int processors) {
-  static Card cards[64];
-  if (device >= static_cast<int>(sizeof(cards) / sizeof(cards[0]))) return 0;
-  std::call_once(cards[device].asked, ask, &cards[device]);
   return cluster_size(p.batch, shape_tiles(p.nodes, p.heads), ceil_div(p.rows, kHopperStep), processors,
-                      cards[device].fits);
+                      card_of(device)->fits);
 }
 
 int attend_hopper(const Problem& p, int blocks, int size, cudaStream_t stream) {

@@ -87,10 +87,11 @@ class DraftAttention(nnx.Module):
 
 def _per_group(x: jax.Array, matrix: jax.Array, **options) -> jax.Array:
     """[B, K, G, T, m] times [B, K, m, n], which a group of G heads shares, to [B, K, G, T, n]."""
-    lead, (rows, size) = x.shape[:2], (x.shape[2] * x.shape[3], x.shape[4])
-    stack = matrix.reshape(-1, *matrix.shape[2:])
-    out = few_rows_dot(x.reshape(-1, rows, size), stack, **options)
-    return out.reshape(*lead, *x.shape[2:4], -1)
+    batch, kv_heads, group, length, size = x.shape
+    outputs, stack = matrix.shape[-1], batch * kv_heads
+    rows = x.reshape(stack, group * length, size)
+    out = few_rows_dot(rows, matrix.reshape(stack, size, outputs), **options)
+    return out.reshape(batch, kv_heads, group, length, outputs)
 
 
 class DraftDecoderLayer(nnx.Module):

@@ -30,6 +30,8 @@ from ddtree_jax.cache import commit_path
 from ddtree_jax.config import SEEDS, DecodeConfig, FinishReason
 from ddtree_jax.tree import DraftTree, chain_tree, draft_topk, tree_build
 
+_ROW_STEP = 16  # rows of a cache are a multiple, so that products over them fill a CPU's vectors
+
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
@@ -348,6 +350,7 @@ def _prefill(target, drafter, prompt_tokens, prompt_lengths, keys, config) -> De
     # Room for the longest request's tree behind its last committed row, and for whole prefill chunks.
     longest = min(width + config.max_new_tokens, target.max_context)
     rows = max(longest - 1 + max_nodes(drafter, config), padded)
+    rows = -(-rows // _ROW_STEP) * _ROW_STEP
     chunks = jnp.pad(prompt_tokens, ((0, 0), (0, padded - width)))
     taps = () if drafter is None else drafter.taps
 

@@ -11,33 +11,39 @@ import jax.numpy as jnp
 from ddtree_jax import _ffi
 from ddtree_jax._primitive import kernel_primitive
 
-# XLA multiplies one row as fast as memory allows, and many rows are worth its packing.
-_FEWEST, _MOST = 2, 40
+_MOST = 40  # rows: more are worth the packing that XLA does first
 _LANES = 16
 
 
-def few_rows_dot(x: jax.Array, matrix: jax.Array, *, preferred_element_type=None) -> jax.Array:
-    """x @ matrix, by a kernel of its own where one serves: 2 to 40 rows of float32 on a CPU with AVX-512.
+def few_rows_dot(
+    x: jax.Array, matrix: jax.Array, *, precision=None, preferred_element_type=None
+) -> jax.Array:
+    """x @ matrix, by a kernel of its own where one serves: up to 40 rows of float32 on a CPU with AVX-512.
 
-    XLA's CPU backend packs the whole matrix first, for 8 rows as for 800, and on one core alone. Two cores stream it
-    once instead: a round of 8 nodes took 2.2 to 2.5 steps and not 3.8 (docs/performance.md).
+    XLA's CPU backend packs the whole matrix first, for 8 rows as for 800, and on one core alone, where two cores
+    can stream it once (docs/performance.md).
 
     Args:
-      x: [..., inputs].
-      matrix: [inputs, outputs].
-      preferred_element_type: as `jnp.dot` takes it.
+      x: [..., inputs], or [batch, rows, inputs] for a stack of matrices.
+      matrix: [inputs, outputs], or [batch, inputs, outputs].
+      precision, preferred_element_type: as `jnp.matmul` takes them; the kernel is float32 throughout.
 
     Returns:
       [..., outputs]. The kernel's sums run over the inputs in order, so that no row depends on how many there are.
     """
-    rows = math.prod(x.shape[:-1])
-    # What does not fit is jnp.dot's to refuse, before anything runs.
-    serves = matrix.ndim == 2 and x.ndim > 0 and x.shape[-1] == matrix.shape[0] > 0
-    serves = serves and x.dtype == matrix.dtype == jnp.float32 and matrix.shape[1] % _LANES == 0
-    if not (serves and _FEWEST <= rows <= _MOST and _on_one_cpu()):
-        return jnp.dot(x, matrix, preferred_element_type=preferred_element_type)
-    outputs = matrix.shape[1]
-    return _dot(x.reshape(rows, -1), matrix).reshape(*x.shape[:-1], outputs)
+    stacked = matrix.ndim == 3
+    rows = x.shape[1] if stacked and x.ndim == 3 else math.prod(x.shape[:-1])
+    # What does not fit is jnp.matmul's to refuse, before anything runs.
+    serves = x.ndim > 0 and matrix.ndim in (2, 3) and x.shape[-1] == matrix.shape[-2] > 0
+    serves = serves and (not stacked or (x.ndim == 3 and x.shape[0] == matrix.shape[0] > 0))
+    serves = serves and x.dtype == matrix.dtype == jnp.float32 and matrix.shape[-1] % _LANES == 0
+    if not (serves and 0 < rows <= _MOST and _on_one_cpu()):
+        return jnp.matmul(
+            x, matrix, precision=precision, preferred_element_type=preferred_element_type
+        )
+    if stacked:
+        return _dot(x, matrix)
+    return _dot(x.reshape(1, rows, -1), matrix[None]).reshape(*x.shape[:-1], matrix.shape[1])
 
 
 @functools.cache
@@ -59,9 +65,9 @@ def _dot_jvp(primals, tangents):
 
 _few_rows_dot = kernel_primitive(
     "few_rows_dot",
-    lambda x, matrix, **_: [jax.ShapeDtypeStruct((x.shape[0], matrix.shape[1]), x.dtype)],
-    batch_axes=(0, None),
-    result_batch_axes=(0,),
+    lambda x, matrix, **_: [jax.ShapeDtypeStruct((*x.shape[:2], matrix.shape[2]), x.dtype)],
+    batch_axes=(1, None),
+    result_batch_axes=(1,),
     # Programs traced here are lowered for CUDA too, to look at them.
     plain={"cuda": ("kernel", lambda x, matrix: [x @ matrix])},
     unshared=lambda x, matrix, **_: [jnp.matmul(x, matrix)],

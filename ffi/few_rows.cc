@@ -16,7 +16,7 @@ namespace ddtree {
 namespace {
 
 #ifdef DDTREE_AVX512
-constexpr int64_t kAhead = 8;  // rows of the matrix between a load and its prefetch: a column is no stream to hardware
+constexpr int64_t kAhead = 16;  // rows of the matrix between a load and its prefetch: a column is no stream to hardware
 
 // out[m] = x[m] @ matrix for kRows rows and 16 * kVectors columns; the sums stay in registers.
 template <int kRows, int kVectors>
@@ -42,9 +42,9 @@ DDTREE_AVX512 void Block(const FewRowsArgs& a, const float* x, const float* matr
 
 // All rows of 16 * kVectors columns, as many at once as registers hold: nine, and three vectors of columns for each.
 template <int kVectors>
-void Columns(const FewRowsArgs& a, int64_t column) {
-  const float *x = a.x, *matrix = a.matrix + column;
-  float* out = a.out + column;
+void Columns(const FewRowsArgs& a, int64_t batch, int64_t column) {
+  const float *x = a.x + batch * a.rows * a.inputs, *matrix = a.matrix + batch * a.inputs * a.outputs + column;
+  float* out = a.out + batch * a.rows * a.outputs + column;
   for (int64_t left = a.rows; left > 0;) {
     const int64_t blocks = (left + 8) / 9, rows = (left + blocks - 1) / blocks;
     switch (rows) {
@@ -75,11 +75,13 @@ bool HasFewRows() {
 
 int FewRows(const FewRowsArgs* args, int64_t task, int64_t tasks) {
 #ifdef DDTREE_AVX512
-  const int64_t tiles = FewRowsTiles(args->outputs);
-  const int64_t end = std::min(args->outputs, tiles * (task + 1) / tasks * kFewRowsTile);
-  int64_t column = tiles * task / tasks * kFewRowsTile;
-  for (; column + kFewRowsTile <= end; column += kFewRowsTile) Columns<3>(*args, column);
-  for (; column < end; column += 16) Columns<1>(*args, column);
+  const int64_t items = FewRowsItems(*args), tiles = items / args->batch;
+  for (int64_t item = items * task / tasks; item < items * (task + 1) / tasks; ++item) {
+    const int64_t batch = item / tiles, end = std::min(args->outputs, (item % tiles + 1) * kFewRowsTile);
+    int64_t column = item % tiles * kFewRowsTile;
+    for (; column + kFewRowsTile <= end; column += kFewRowsTile) Columns<3>(*args, batch, column);
+    for (; column < end; column += 16) Columns<1>(*args, batch, column);
+  }
   return DDTREE_OK;
 #else
   return DDTREE_INVALID_ARGUMENT;

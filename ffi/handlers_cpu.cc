@@ -1,65 +1,41 @@
 // XLA FFI handlers of the CPU kernels.
 //
-// The heavy kernels share their work out over XLA's thread pool and return a future; the pool is never waited for,
-// since a handler may be running on it. Small work, and the other kernels, run where they are called.
+// The heavy kernels share their work out among this process's helpers and not over XLA's thread pool: its threads sleep
+// between two kernels of a decode step, and waking one takes as long as some of them.
 #include <algorithm>
 #include <atomic>
 #include <cstdint>
-#include <memory>
 
 #include "ffi/cpu/kernels.h"
 #include "ffi/handlers.h"
+#include "ffi/helpers.h"
 
 namespace ddtree {
 namespace {
 
 // Below this many multiply-adds a second thread costs more than it saves.
-constexpr double kWorthAThread = 4e5;
-// Tasks a thread: a thread that wakes late, or not at all, leaves no more than this share of its work to wait for.
+constexpr double kWorthAThread = 1e5;
+// Tasks a thread: a thread that comes late, or not at all, leaves no more than this share of its work to wait for.
 constexpr int64_t kTasksAThread = 4;
 
-// Runs the kernel in as many tasks as the work is worth, and `finish` after the last of them. Threads take tasks as they
-// come: waking one takes as long as some kernels, so whoever is there does the work, be it the calling thread alone.
+// Runs the kernel in as many tasks as the work is worth.
 template <typename Args>
-ffi::Future Spread(ffi::ThreadPool& pool, const Args& args, int (*kernel)(const Args*, int64_t, int64_t), double work,
-                   int64_t items, int (*finish)(const Args*) = nullptr) {
-  const int64_t most = std::min<int64_t>({pool.num_threads(), items, static_cast<int64_t>(work / kWorthAThread)});
+ffi::Error Spread(const Args& args, int (*kernel)(const Args*, int64_t, int64_t), double work, int64_t items) {
+  const int64_t most = std::min<int64_t>({Processors(), items, static_cast<int64_t>(work / kWorthAThread)});
   const int64_t threads = std::max<int64_t>(1, most);
   const int64_t tasks = threads == 1 ? 1 : std::min(items, threads * kTasksAThread);
-  ffi::CountDownPromise promise(tasks);
-  ffi::Future future(promise);
-  struct Counters {
-    std::atomic<int64_t> next{0}, left;
-  };
-  auto counters = std::make_shared<Counters>();
-  counters->left = tasks;
-  auto run = [=]() mutable {
-    // A thread that comes after the last task has been taken touches no buffer: they may be gone by then.
-    for (int64_t task; (task = counters->next.fetch_add(1, std::memory_order_relaxed)) < tasks;) {
-      int status = kernel(&args, task, tasks);
-      if (counters->left.fetch_sub(1, std::memory_order_acq_rel) == 1 && finish != nullptr && status == DDTREE_OK) {
-        status = finish(&args);
-      }
-      promise.CountDown(1, Status(status));
-    }
-  };
-  for (int64_t thread = 1; thread < threads; ++thread) pool.Schedule([run]() mutable { run(); });
-  run();
-  return future;
+  std::atomic<int> status{DDTREE_OK};
+  Share(threads, tasks, [&](int64_t task) {
+    if (const int own = kernel(&args, task, tasks); own != DDTREE_OK) status = own;
+  });
+  return Status(status);
 }
 
-ffi::Future Failed(const ffi::Error& error) {
-  ffi::CountDownPromise promise(1);
-  ffi::Future future(promise);
-  promise.CountDown(1, error);
-  return future;
-}
-
-ffi::Future DraftTopk(ffi::ThreadPool pool, Any logits, Out log_probs, Out token_ids) {
+ffi::Error DraftTopk(Any logits, Out log_probs, Out token_ids) {
   ddtree_draft_topk_args args{};
-  if (ffi::Error error = DraftTopkArgs(logits, log_probs, token_ids, &args); error.failure()) return Failed(error);
+  if (ffi::Error error = DraftTopkArgs(logits, log_probs, token_ids, &args); error.failure()) return error;
   // An exponential and the filter take as long as some forty multiply-adds.
-  return Spread(pool, args, ddtree_draft_topk_cpu, 40.0 * args.rows * args.vocab, args.rows);
+  return Spread(args, ddtree_draft_topk_cpu, 40.0 * args.rows * args.vocab, args.rows);
 }
 
 ffi::Error TreeBuild(Any log_probs, Any token_ids, Any root_tokens, Any budgets, Out tokens, Out parents, Out depths,
@@ -71,16 +47,16 @@ ffi::Error TreeBuild(Any log_probs, Any token_ids, Any root_tokens, Any budgets,
   return error.failure() ? error : Status(ddtree_tree_build_cpu(&args, 0, 1));
 }
 
-ffi::Future VerifyAttn(ffi::ThreadPool pool, Any query, Any cache, Any ancestors, Any lengths, Any num_nodes, Any layer,
-                       Any cache_scale, Out out, float scale, int32_t path) {
+ffi::Error VerifyAttn(Any query, Any cache, Any ancestors, Any lengths, Any num_nodes, Any layer, Any cache_scale,
+                      Out out, float scale, int32_t path) {
   ddtree_verify_attn_args args{};
   ffi::Error error =
       VerifyAttnArgs(query, cache, ancestors, lengths, num_nodes, layer, cache_scale, out, scale, path, &args);
-  if (error.failure()) return Failed(error);
+  if (error.failure()) return error;
   double keys = 0;
   for (int64_t b = 0; b < args.batch; ++b) keys += std::clamp<int64_t>(args.lengths[b], 0, args.rows) + 8;
   const int64_t rows = args.nodes * args.heads, step = VerifyAttnRows(rows);
-  return Spread(pool, args, ddtree_verify_attn_cpu, 1088.0 * keys * rows, args.batch * ((rows + step - 1) / step));
+  return Spread(args, ddtree_verify_attn_cpu, 1088.0 * keys * rows, args.batch * ((rows + step - 1) / step));
 }
 
 ffi::Error AppendLatents(Any cache, Any latents, Any lengths, Any layer, Any cache_scale, Out out) {
@@ -103,46 +79,48 @@ ffi::Error CommitPath(Any cache, Any nodes, Any num_emitted, Any lengths, Out ou
   return error.failure() ? error : Status(ddtree_commit_path_cpu(&args, 0, 1));
 }
 
-ffi::Future ExpertMlp(ffi::ThreadPool pool, Any x, Any ids, Any weights, Any gate_up, Any gate_up_scale, Any down,
-                      Any down_scale, Out out, Out partial) {
+ffi::Error ExpertMlp(Any x, Any ids, Any weights, Any gate_up, Any gate_up_scale, Any down, Any down_scale, Out out,
+                     Out partial) {
   ddtree_expert_mlp_args args{};
   ffi::Error error = ExpertMlpArgs(x, ids, weights, gate_up, gate_up_scale, down, down_scale, out, &args);
-  if (error.failure()) return Failed(error);
+  if (error.failure()) return error;
   const int64_t pairs = args.tokens * args.top_k;
   Checker check("ddtree_expert_mlp");
   check.Shape("partial", *partial, {4 * pairs * args.hidden}).Dtype("partial", *partial, ffi::U8);
-  if (!check.ok()) return Failed(check.error());
+  if (!check.ok()) return check.error();
   args.partial = Data<float>(partial);
-  return Spread(pool, args, ddtree_expert_mlp_cpu, 3.0 * pairs * args.hidden * args.inner, std::min(args.experts, pairs),
-                ddtree_expert_mlp_sum_cpu);
+  error = Spread(args, ddtree_expert_mlp_cpu, 3.0 * pairs * args.hidden * args.inner, std::min(args.experts, pairs));
+  return error.failure() ? error : Status(ddtree_expert_mlp_sum_cpu(&args));
 }
 
-ffi::Future FewRowsDot(ffi::ThreadPool pool, Any x, Any matrix, Out out) {
+ffi::Error FewRowsDot(Any x, Any matrix, Out out) {
   Checker check("ddtree_few_rows_dot");
-  if (!HasRank(x, 2) || !HasRank(matrix, 2)) {
-    return Failed(check.Require(false, "x must be [rows, inputs]").error());
-  }
-  const int64_t rows = x.dimensions()[0], inputs = x.dimensions()[1], outputs = matrix.dimensions()[1];
+  if (!HasRank(x, 3) || !HasRank(matrix, 3)) return check.Require(false, "x must be [batch, rows, inputs]").error();
+  const int64_t batch = x.dimensions()[0], rows = x.dimensions()[1], inputs = x.dimensions()[2];
+  const int64_t outputs = matrix.dimensions()[2];
   check.Dtype("x", x, ffi::F32)
-      .Shape("matrix", matrix, {inputs, outputs}).Dtype("matrix", matrix, ffi::F32)
-      .Shape("out", *out, {rows, outputs}).Dtype("out", *out, ffi::F32)
+      .Shape("matrix", matrix, {batch, inputs, outputs}).Dtype("matrix", matrix, ffi::F32)
+      .Shape("out", *out, {batch, rows, outputs}).Dtype("out", *out, ffi::F32)
+      .Require(batch > 0, "batch must be at least 1")
       .Require(outputs % 16 == 0, "outputs must be a multiple of 16")
       .Require(HasFewRows(), "this processor lacks AVX-512");
-  if (!check.ok()) return Failed(check.error());
-  const FewRowsArgs args{Data<float>(x), Data<float>(matrix), Data<float>(out), rows, inputs, outputs};
-  return Spread(pool, args, FewRows, 1.0 * rows * inputs * outputs, FewRowsTiles(outputs));
+  if (!check.ok()) return check.error();
+  const FewRowsArgs args{Data<float>(x), Data<float>(matrix), Data<float>(out), batch, rows, inputs, outputs};
+  // Reading a number of the matrix takes as long as some eight multiply-adds.
+  const double work = 1.0 * batch * std::max<int64_t>(rows, 8) * inputs * outputs;
+  return Spread(args, FewRows, work, FewRowsItems(args));
 }
 
 }  // namespace
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(DraftTopkCpu, DraftTopk,
-                              ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().Arg<Any>().Ret<Any>().Ret<Any>());
+                              ffi::Ffi::Bind().Arg<Any>().Ret<Any>().Ret<Any>());
 XLA_FFI_DEFINE_HANDLER_SYMBOL(TreeBuildCpu, TreeBuild,
                               ffi::Ffi::Bind().Arg<Any>().Arg<Any>().Arg<Any>().Arg<Any>()
                                   .Ret<Any>().Ret<Any>().Ret<Any>().Ret<Any>().Ret<Any>().Ret<Any>().Ret<Any>().Ret<Any>()
                                   .Attr<bool>("keep_spine"));
 XLA_FFI_DEFINE_HANDLER_SYMBOL(VerifyAttnCpu, VerifyAttn,
-                              ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().Arg<Any>().Arg<Any>().Arg<Any>().Arg<Any>()
+                              ffi::Ffi::Bind().Arg<Any>().Arg<Any>().Arg<Any>().Arg<Any>()
                                   .Arg<Any>().Arg<Any>().Arg<Any>().Ret<Any>().Attr<float>("scale")
                                   .Attr<int32_t>("path"));
 XLA_FFI_DEFINE_HANDLER_SYMBOL(AppendLatentsCpu, AppendLatents,
@@ -153,9 +131,9 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(TreeAcceptCpu, TreeAccept,
 XLA_FFI_DEFINE_HANDLER_SYMBOL(CommitPathCpu, CommitPath,
                               ffi::Ffi::Bind().Arg<Any>().Arg<Any>().Arg<Any>().Arg<Any>().Ret<Any>());
 XLA_FFI_DEFINE_HANDLER_SYMBOL(ExpertMlpCpu, ExpertMlp,
-                              ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().Arg<Any>().Arg<Any>().Arg<Any>().Arg<Any>()
+                              ffi::Ffi::Bind().Arg<Any>().Arg<Any>().Arg<Any>().Arg<Any>()
                                   .Arg<Any>().Arg<Any>().Arg<Any>().Ret<Any>().Ret<Any>());
 XLA_FFI_DEFINE_HANDLER_SYMBOL(FewRowsDotCpu, FewRowsDot,
-                              ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().Arg<Any>().Arg<Any>().Ret<Any>());
+                              ffi::Ffi::Bind().Arg<Any>().Arg<Any>().Ret<Any>());
 
 }  // namespace ddtree

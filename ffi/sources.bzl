@@ -17,6 +17,7 @@ CPU_SRCS = [
 
 CPU_MODULE_SRCS = [
     "handlers_cpu.cc",
+    "helpers.cc",
     "module_cpu.cc",
 ]
 

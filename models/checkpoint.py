@@ -19,6 +19,7 @@ from tqdm import tqdm
 from . import fp8
 from .config import DFlashConfig, KimiK26Config
 from .dflash import DFlashDrafter
+from .huge_pages import use_huge_pages
 from .kimi_k26 import KimiK26
 from .layout import Path, Rule, Source, drafter_rules, target_rules
 from .placement import Placement
@@ -183,6 +184,8 @@ def _fill(model: nnx.Module, rules: list[Rule], tensors: Tensors, shardings: dic
                 # A transfer holds what it reads from: the next is not read beside it.
                 slots[path].set_value(jax.block_until_ready(placed))
             del arrays, array
+    if not shardings:
+        use_huge_pages(slot[...] for slot in slots.values())
 
 
 def _put(array, dtype, sharding) -> jax.Array:

@@ -9,6 +9,7 @@ from jax.sharding import PartitionSpec
 
 from ddtree_jax.experts import expert_mlp as packed_expert_mlp
 from ddtree_jax.experts import sum_of_chosen
+from ddtree_jax.few_rows import few_rows_dot
 
 from . import fp8, quantization
 from .config import KimiK26Config
@@ -27,7 +28,7 @@ class Router(nnx.Module):
 
     def scores(self, x: jax.Array) -> jax.Array:
         """Affinity of each token to each expert, [T, D] to f32[T, E] in 0 .. 1."""
-        logits = jnp.dot(
+        logits = few_rows_dot(
             x.astype(jnp.float32),
             self.kernel[...].astype(jnp.float32),
             precision=jax.lax.Precision.HIGHEST,

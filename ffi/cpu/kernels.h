@@ -28,15 +28,17 @@ typedef float Vec __attribute__((vector_size(kLanes * 4), aligned(4), may_alias)
 // Rows of verify_attn's work item, of `rows` = nodes * heads in all: few are cut finer, so that threads can share them.
 inline int64_t VerifyAttnRows(int64_t rows) { return rows <= 16 ? 4 : rows <= 64 ? 8 : 16; }
 
-// out = x @ matrix, all float32; see few_rows.cc. Outputs are a multiple of 16.
+// out[b] = x[b] @ matrix[b], all float32; see few_rows.cc. Outputs are a multiple of 16.
 struct FewRowsArgs {
-  const float* x;       // [rows, inputs]
-  const float* matrix;  // [inputs, outputs]
-  float* out;           // [rows, outputs]
-  int64_t rows, inputs, outputs;
+  const float* x;       // [batch, rows, inputs]
+  const float* matrix;  // [batch, inputs, outputs]
+  float* out;           // [batch, rows, outputs]
+  int64_t batch, rows, inputs, outputs;
 };
 constexpr int64_t kFewRowsTile = 48;  // columns of a work item
-inline int64_t FewRowsTiles(int64_t outputs) { return (outputs + kFewRowsTile - 1) / kFewRowsTile; }
+inline int64_t FewRowsItems(const FewRowsArgs& a) {
+  return a.batch * ((a.outputs + kFewRowsTile - 1) / kFewRowsTile);
+}
 bool HasFewRows();  // whether this processor can run FewRows
 int FewRows(const FewRowsArgs* args, int64_t task, int64_t tasks);
 

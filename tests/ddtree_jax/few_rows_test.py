@@ -21,7 +21,7 @@ def _uses_kernel(function, *operands) -> bool:
 
 
 # Whole tiles and odd ends, one tile and many, one block of rows and several, one thread's work and two's.
-@pytest.mark.parametrize("rows", [2, 5, 8, 9, 10, 17, 19, 40])
+@pytest.mark.parametrize("rows", [1, 2, 5, 8, 9, 10, 17, 19, 40])
 @pytest.mark.parametrize("inputs, outputs", [(1, 16), (7, 48), (129, 80), (384, 768), (256, 2288)])
 def test_equals_float64(rng, rows, inputs, outputs):
     x, matrix = _operands(rng, rows, inputs, outputs)
@@ -32,11 +32,27 @@ def test_equals_float64(rng, rows, inputs, outputs):
     assert np.all(np.abs(got - want) <= inputs * 2.0**-24 * bound)
 
 
+# Stacks whose tiles do and do not fill a thread's share.
+@pytest.mark.parametrize(
+    "batch, rows, inputs, outputs", [(2, 9, 64, 512), (3, 4, 7, 80), (16, 1, 33, 16)]
+)
+def test_a_stack_equals_float64(rng, batch, rows, inputs, outputs):
+    x = rng.normal(size=(batch, rows, inputs)).astype(np.float32)
+    matrix = rng.normal(size=(batch, inputs, outputs)).astype(np.float32)
+    assert _uses_kernel(few_rows_dot, x, matrix) == few_rows._on_one_cpu()
+    got = np.asarray(jax.jit(few_rows_dot)(x, matrix), np.float64)
+    want = np.einsum("bri,bio->bro", x.astype(np.float64), matrix.astype(np.float64))
+    bound = np.einsum(
+        "bri,bio->bro", np.abs(x).astype(np.float64), np.abs(matrix).astype(np.float64)
+    )
+    assert np.all(np.abs(got - want) <= inputs * 2.0**-24 * bound)
+
+
 @needs_kernel
 def test_a_row_does_not_depend_on_the_others(rng):
     x, matrix = _operands(rng, 40, 96, 176)
     together = np.asarray(few_rows_dot(x, matrix))
-    for rows in (2, 7, 8, 13, 27):
+    for rows in (1, 2, 7, 8, 13, 27):
         np.testing.assert_array_equal(few_rows_dot(x[:rows], matrix), together[:rows])
     poisoned = x.copy()
     poisoned[5] = np.nan
@@ -48,7 +64,7 @@ def test_a_row_does_not_depend_on_the_others(rng):
 
 @needs_kernel
 def test_where_the_kernel_serves(rng):
-    for rows, serves in ((1, False), (2, True), (40, True), (41, False)):
+    for rows, serves in ((0, False), (1, True), (40, True), (41, False)):
         assert _uses_kernel(few_rows_dot, *_operands(rng, rows, 32, 32)) == serves
     assert not _uses_kernel(few_rows_dot, *_operands(rng, 8, 32, 24))
     assert not _uses_kernel(few_rows_dot, *_operands(rng, 8, 32, 32, jnp.bfloat16))
@@ -62,6 +78,10 @@ def test_what_does_not_fit_is_refused_before_it_runs(rng):
     with pytest.raises(TypeError, match="contracting"):
         jax.eval_shape(few_rows_dot, x[:, :16], matrix)
     np.testing.assert_array_equal(few_rows_dot(x[:, :0], matrix[:0]), np.zeros((8, 32)))
+    with pytest.raises((TypeError, ValueError)):
+        jax.eval_shape(few_rows_dot, np.stack([x, x]), np.stack([matrix, matrix, matrix]))
+    pair = np.stack([matrix, matrix])
+    assert few_rows_dot(x[None], pair).shape == (2, 8, 32)  # as jnp.matmul has it
 
 
 @needs_kernel
@@ -90,11 +110,12 @@ def test_float32_is_what_bfloat16_may_prefer(rng):
 @pytest.mark.parametrize(
     "shapes, dtype",
     [
-        ([(4, 8), (9, 16), (4, 16)], np.float32),
-        ([(4, 8), (8, 24), (4, 24)], np.float32),
-        ([(4, 8), (8, 16), (5, 16)], np.float32),
-        ([(4, 8), (8, 16), (4, 16)], np.float16),
-        ([(2, 4, 8), (8, 16), (4, 16)], np.float32),
+        ([(1, 4, 8), (1, 9, 16), (1, 4, 16)], np.float32),
+        ([(1, 4, 8), (1, 8, 24), (1, 4, 24)], np.float32),
+        ([(1, 4, 8), (1, 8, 16), (1, 5, 16)], np.float32),
+        ([(1, 4, 8), (2, 8, 16), (1, 4, 16)], np.float32),
+        ([(1, 4, 8), (1, 8, 16), (1, 4, 16)], np.float16),
+        ([(4, 8), (8, 16), (4, 16)], np.float32),
     ],
 )
 def test_buffers_that_do_not_fit_are_refused(shapes, dtype):

@@ -10,10 +10,6 @@
 
 #include "ffi/cuda/ptx.h"
 
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ == 900 && !defined(__CUDA_ARCH_FEAT_SM90_ALL)
-#error "compile for sm_90a: plain sm_90 lacks the instructions that an H100 or H200 would be asked for"
-#endif
-
 namespace ddtree {
 namespace sm90 {
 

@@ -25,17 +25,8 @@ def _functions(report):
         yield name, spills, shared
 
 
-@pytest.mark.parametrize(
-    ("source", "arch"),
-    [
-        *((path.name, "120") for path in sorted((_FFI / "cuda").glob("*.cu"))),
-        ("draft_topk.cu", "90a"),
-        ("expert_mlp.cu", "90a"),
-        ("verify_attn_hopper.cu", "90a"),
-        ("verify_attn_few_hopper.cu", "90a"),
-    ],
-)
-def test_no_spills(source, arch, tmp_path):
+def _report(source, arch, tmp_path):
+    """What `ptxas -v` says of a source."""
     command = [
         "nvcc",
         "-std=c++17",
@@ -50,10 +41,39 @@ def test_no_spills(source, arch, tmp_path):
     ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=500)
     assert done.returncode == 0, done.stderr
+    return done.stderr
+
+
+@pytest.mark.parametrize(
+    ("source", "arch"),
+    [
+        *((path.name, "120") for path in sorted((_FFI / "cuda").glob("*.cu"))),
+        ("draft_topk.cu", "90a"),
+        ("expert_mlp.cu", "90a"),
+        ("verify_attn_hopper.cu", "90a"),
+        ("verify_attn_few_hopper.cu", "90a"),
+    ],
+)
+def test_no_spills(source, arch, tmp_path):
+    report = _report(source, arch, tmp_path)
     # Products of warpgroups that ptxas runs one after the other, since it could not follow their registers.
-    assert "wgmma" not in done.stderr, done.stderr
-    functions = list(_functions(done.stderr))
-    assert functions, done.stderr
+    assert "wgmma" not in report, report
+    functions = list(_functions(report))
+    assert functions, report
     for name, spills, shared in functions:
         assert spills <= _SPILL_BOUND.get(source, 0), (name, spills)
         assert shared <= _SHARED_LIMIT, (name, shared)  # what is asked for at launch: static_assert
+
+
+@pytest.mark.parametrize(("arch", "is_hoppers"), [("90a", True), ("90", False), ("80", False)])
+def test_registers_tell_hoppers_code(arch, is_hoppers, tmp_path):
+    """By them `verify_attn` knows at run time whether the card has the kernels or the traps in their place."""
+    source = (_FFI / "cuda" / "verify_attn_hopper.cu").read_text()
+    (bound,) = map(int, re.findall(r"numRegs > (\d+)", source))
+    used = list(
+        map(
+            int,
+            re.findall(r"Used (\d+) registers", _report("verify_attn_hopper.cu", arch, tmp_path)),
+        )
+    )
+    assert len(used) == 2 and all((count > bound) == is_hoppers for count in used), used

@@ -30,8 +30,6 @@ from ddtree_jax.cache import commit_path
 from ddtree_jax.config import SEEDS, DecodeConfig, FinishReason
 from ddtree_jax.tree import DraftTree, chain_tree, draft_topk, tree_build
 
-_ROW_STEP = 16  # rows of a cache are a multiple, so that products over them fill a CPU's vectors
-
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
@@ -68,9 +66,11 @@ class DecodeState:
 class DecodeResult:
     """What `ddtree_decode` returns: a state, and by these names what a caller wants of it.
 
-    The state is all there is to it, so that no array leaves a program twice. Beside the saving, XLA for GPUs mixed
-    up donated arrays that did (https://github.com/jax-ml/jax/issues/39625, seen with jax 0.11.2). So a function of
-    your own that donates a state returns the new one ahead of all else, and nothing of it a second time.
+    The state is all there is to it, so that no array leaves a program twice. Beside the saving: XLA for GPUs has
+    given donated arrays to the wrong outputs where others came before the state's own
+    (https://github.com/jax-ml/jax/issues/39625; here, with jax 0.11.2, a state's `finish_reason` read as its
+    `lengths`). So a function of your own that donates a state returns the new one ahead of all else, and nothing of
+    it a second time.
 
     Attributes:
       state: pass it to the next call to go on. If that call donates it, the names below are gone with it: read
@@ -350,7 +350,6 @@ def _prefill(target, drafter, prompt_tokens, prompt_lengths, keys, config) -> De
     # Room for the longest request's tree behind its last committed row, and for whole prefill chunks.
     longest = min(width + config.max_new_tokens, target.max_context)
     rows = max(longest - 1 + max_nodes(drafter, config), padded)
-    rows = -(-rows // _ROW_STEP) * _ROW_STEP
     chunks = jnp.pad(prompt_tokens, ((0, 0), (0, padded - width)))
     taps = () if drafter is None else drafter.taps
 

@@ -301,10 +301,12 @@ def _compare(target, drafter, tokenizer, config, prompts, texts, device):
             "mean_accepted": totals.mean_accepted,
             "same": verdicts.count("same"),
             "ties": verdicts.count("tie"),
+            "expert_ties": verdicts.count("expert tie"),
             "different": verdicts.count("different"),
         }
         rows.append(row)
         ties = f", {row['ties']} ties" if row["ties"] else ""
+        ties += f", {row['expert_ties']} ties of experts" if row["expert_ties"] else ""
         print(
             f"{mode:<8}{row['tokens_per_second']:>8.1f}{row['speed_up']:>9.2f}x{row['rounds']:>8}"
             f"{row['mean_accepted']:>18.2f}  {row['same']} of {len(prompts)}{ties}"

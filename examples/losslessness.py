@@ -2,8 +2,8 @@
 
 Rounding decides between tokens whose logits are nearly equal, and between experts: a router whose scores for the last
 expert taken and the first one left out are nearly equal takes the one or the other, and the logits then differ by
-much more than rounding. In float32 both ties are too rare to allow for the second; in bfloat16 passes of one node
-and of eight, which sum in another order, already part there now and then.
+much more than rounding. In float32 a tie of experts is too rare to be allowed for; in bfloat16, or with an e4m3
+cache, passes of one node and of eight, which sum in another order, part there now and then. It is told apart.
 """
 
 from __future__ import annotations
@@ -20,10 +20,11 @@ from ddtree_jax import chain_tree
 # bfloat16 (2^-7 of the value's power of two) else. An e4m3 cache counts as the latter: rounding of the last float32
 # bit decides now and then to which of two e4m3 numbers, 6 % apart, one of a row's numbers goes.
 _FLOAT32_TIE = 1e-4
-# What bfloat16 may do to a router's score, which lies in 0 .. 1: one step of its input.
+# How far rounding is taken to move a router's score, which lies in 0 .. 1: a step of bfloat16 below 1. No bound, since
+# what a layer is given has been rounded many times; experts that an H200 chose differently were 0.001 apart.
 _SCORE_STEP = 2.0**-8
-# Passes with scores moved so at random. Of two experts that tie a pass takes each with about even odds, so that of up
-# to three ties at once every outcome is seen with 98% probability or more.
+# Passes with scores moved so at random. Of two experts that tie a pass takes each with about even odds if they are
+# much closer than that, so that of up to three ties at once any one outcome is seen with 98% probability.
 _MOVED = 32
 # Tokens a pass of the judge over a cache.
 _CHUNK = 64
@@ -37,20 +38,23 @@ def first_difference(left: Sequence[int], right: Sequence[int]) -> int | None:
     return None if len(left) == len(right) else min(len(left), len(right))
 
 
-def is_tie(target, prefix: Sequence[int], tokens: Sequence[int], dtype) -> bool:
-    """Whether rounding decides which of `tokens` follows `prefix`.
+def tie(target, prefix: Sequence[int], tokens: Sequence[int], dtype) -> str | None:
+    """By what tie rounding decides which of `tokens` follows `prefix`: "tie", "expert tie", or None if it does not.
 
-    Each must be the best but for the rounding of the logits: in one pass of the target all of them; or, where
-    arithmetic is in bfloat16, each in some pass with the routers' scores moved by what rounding may move them.
+    "tie": the target's logits put all of them at the top but for rounding of the logits. "expert tie", where arithmetic
+    is in bfloat16 or the cache in e4m3: each is at the top so in some pass with the routers' scores moved by what
+    rounding may move them.
     """
     cached = getattr(target, "cache_dtype", None) == jnp.float8_e4m3fn
     exact = jnp.dtype(dtype) == jnp.float32 and not cached
     best = _best(target, prefix, tokens, exact, cached)
+    if best.all():
+        return "tie"
     for seed in range(0 if exact else _MOVED):
-        if best.all():
-            break
         best |= _best(_with_moved_scores(target, seed), prefix, tokens, exact, cached)
-    return bool(best.all())
+        if best.all():
+            return "expert tie"
+    return None
 
 
 def _best(target, prefix, tokens, exact, cached) -> np.ndarray:
@@ -102,10 +106,10 @@ def _cached_logits(target, prefix: Sequence[int]) -> np.ndarray:
 def judge(
     target, prompt: Sequence[int], baseline: Sequence[int], tokens: Sequence[int], dtype
 ) -> str:
-    """ "same", "tie" (they part where rounding decides between just their tokens) or "different".
+    """ "same", "tie" or "expert tie" (they part where that decides between just their tokens), or "different".
 
-    For greedy decodes: under sampling the logits alone decide nothing. Texts in float32 that part at a tie
-    between experts are "different" too, unless it happens to leave the logits a tie.
+    For greedy decodes: under sampling the logits alone decide nothing. With both numbers in float32, texts that part
+    at a tie of experts are "different" too, unless it happens to leave the logits a tie.
     """
     at = first_difference(baseline, tokens)
     if at is None:
@@ -113,4 +117,4 @@ def judge(
     if at >= min(len(baseline), len(tokens)):
         return "different"
     pair = (baseline[at], tokens[at])
-    return "tie" if is_tie(target, [*prompt, *baseline[:at]], pair, dtype) else "different"
+    return tie(target, [*prompt, *baseline[:at]], pair, dtype) or "different"

@@ -65,7 +65,8 @@ typedef enum {
 typedef enum {
   DDTREE_PATH_AUTO = 0,
   DDTREE_PATH_PORTABLE = 1,  // sm_80 and up
-  DDTREE_PATH_HOPPER = 2,    // sm_90a alone; what AUTO takes there, but for an e4m3 cache, with which it is refused
+  // sm_90a's code on sm_90 alone, and not for an e4m3 cache: refused elsewhere, and taken by AUTO where it can be.
+  DDTREE_PATH_HOPPER = 2,
 } ddtree_path;
 
 typedef enum {

@@ -1,7 +1,7 @@
 // XLA FFI handlers of the CPU kernels.
 //
 // The heavy kernels share their work out among this process's helpers and not over XLA's thread pool: its threads sleep
-// between two kernels of a decode step, and waking one takes as long as some of them.
+// between two kernels of a decode step, and wake too late to be of use in one.
 #include <algorithm>
 #include <atomic>
 #include <cstdint>

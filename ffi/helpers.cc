@@ -9,8 +9,8 @@
 #include <atomic>
 #include <chrono>
 #include <condition_variable>
+#include <cstdlib>
 #include <mutex>
-#include <system_error>
 #include <thread>
 
 namespace ddtree {
@@ -63,7 +63,7 @@ class Helpers {
     return true;
   }
 
-  // Sees to it that so many helpers are awake.
+  // Wakes or starts helpers until `wanted` are awake.
   void Call(int64_t wanted) {
     const int64_t asleep = asleep_.load();
     if (started_ - asleep >= wanted) return;
@@ -73,8 +73,8 @@ class Helpers {
     }
     try {
       for (; started_ < wanted; ++started_) std::thread([this] { Help(); }).detach();
-    } catch (const std::system_error&) {
-      // As many as the system grants.
+    } catch (...) {
+      // As many as the system grants: a job that others may have begun must be ended.
     }
   }
 
@@ -128,11 +128,14 @@ Helpers& Own() {
 
 int64_t Processors() {
   static const int64_t count = [] {
+    int64_t processors = std::max<int64_t>(1, std::thread::hardware_concurrency());
 #ifdef __linux__
     cpu_set_t set;
-    if (sched_getaffinity(0, sizeof(set), &set) == 0) return static_cast<int64_t>(CPU_COUNT(&set));
+    if (sched_getaffinity(0, sizeof(set), &set) == 0) processors = CPU_COUNT(&set);
 #endif
-    return std::max<int64_t>(1, std::thread::hardware_concurrency());
+    const char* most = std::getenv("DDTREE_CPU_THREADS");
+    const int64_t wanted = most == nullptr ? 0 : std::strtoll(most, nullptr, 10);
+    return wanted > 0 ? std::min(wanted, processors) : processors;
   }();
   return count;
 }

@@ -12,8 +12,6 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from ddtree_jax.few_rows import few_rows_dot
-
 from . import rope
 from .config import DFlashConfig
 from .layers import MLP, Linear, RMSNorm
@@ -67,7 +65,7 @@ class DraftAttention(nnx.Module):
         # Scores, not keys, are joined: the context's arrays are read where they lie.
         scores = jnp.concatenate(
             [
-                _per_group(query, keys.swapaxes(2, 3), preferred_element_type=jnp.float32)
+                jnp.einsum("bkgtd,bksd->bkgts", query, keys, preferred_element_type=jnp.float32)
                 for keys, _ in parts
             ],
             axis=-1,
@@ -76,22 +74,14 @@ class DraftAttention(nnx.Module):
         weights = jax.nn.softmax(scores).astype(x.dtype)
         split = jnp.split(weights, [context[0].shape[2]], axis=-1)
         mixed = sum(
-            _per_group(weight, values) for weight, (_, values) in zip(split, parts, strict=True)
+            jnp.einsum("bkgts,bksd->bkgtd", weight, values)
+            for weight, (_, values) in zip(split, parts, strict=True)
         )
         return self.o_proj(mixed.transpose(0, 3, 1, 2, 4).reshape(batch, length, -1))
 
     def _heads(self, x: jax.Array) -> jax.Array:
         heads = x.shape[-1] // self.config.head_dim
         return x.reshape(*x.shape[:2], heads, self.config.head_dim)
-
-
-def _per_group(x: jax.Array, matrix: jax.Array, **options) -> jax.Array:
-    """[B, K, G, T, m] times [B, K, m, n], which a group of G heads shares, to [B, K, G, T, n]."""
-    batch, kv_heads, group, length, size = x.shape
-    outputs, stack = matrix.shape[-1], batch * kv_heads
-    rows = x.reshape(stack, group * length, size)
-    out = few_rows_dot(rows, matrix.reshape(stack, size, outputs), **options)
-    return out.reshape(batch, kv_heads, group, length, outputs)
 
 
 class DraftDecoderLayer(nnx.Module):

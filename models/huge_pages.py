@@ -1,4 +1,4 @@
-"""Weights on huge pages: a CPU that streams them in a few columns at a time meets a new page at every row."""
+"""Weights on huge pages: a CPU that goes through some of their columns meets a new page at almost every row."""
 
 from __future__ import annotations
 
@@ -10,9 +10,8 @@ import jax
 
 _PAGE = 2 << 20
 _MADV_COLLAPSE = 25  # Linux 6.1; before, it is refused
-_MOST = (
-    512 << 20
-)  # bytes: collapsing takes milliseconds a page, and a large model is not waited for
+# Bytes. Linux copies every page, and a large model is not waited for.
+_MOST = 512 << 20
 
 
 def use_huge_pages(arrays: Iterable[jax.Array]) -> int:

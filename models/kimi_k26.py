@@ -24,7 +24,7 @@ from .layers import MLP, Linear, RMSNorm, normal
 from .moe import MoE
 from .placement import Placement
 
-# Rows that slices copy faster than XLA's CPU backend gathers them, number by number.
+# Up to so many rows are copied one by one: XLA's CPU backend gathers them number by number.
 _FEW_TOKENS = 40
 
 

@@ -195,7 +195,7 @@ __device__ __forceinline__ void widen_step(const uint8_t* landing, uint8_t* stag
               stage + tail_row * kRowBytes + 1024 + ((me.lane % 8 ^ tail_row % 8) << 4));
 }
 
-// Whose rows, eight of the group's, a warp has in its place `slice`: its own come first.
+// The warp whose eight rows this warp keeps as slice `slice`; slice 0 is its own.
 __device__ __forceinline__ uint32_t owner_of(Place me, int slice) { return (me.part + slice) % kParts; }
 
 // Gives the owners of rows this warp's part of their scores of 16 cache rows, lane by lane, and keeps its own.
@@ -217,7 +217,7 @@ __device__ __forceinline__ void send_scores(uint8_t* shared, Place me, int half,
   }
 }
 
-// The first product of a step, 16 cache rows after the other: half of the sums at a time leaves registers for fragments
+// The first product of a step, 16 cache rows at a time: half of the sums at a time leaves registers for fragments
 // on their way. A warp sums over its own numbers and shares out the sums; in `own` it has those of the row that this
 // lane's quad owns: own[t] are of cache rows 8 t + 2 (lane % 4) and the next.
 __device__ __forceinline__ void score_step(uint8_t* shared, uint32_t stage, const uint32_t (&query)[2][kKSteps][4],

@@ -95,8 +95,8 @@ __device__ __forceinline__ uint32_t visible(const uint32_t* ancestors, int words
 constexpr int kHopperStep = 64;
 int attend_hopper(const Problem& p, int blocks, int size, cudaStream_t stream);
 
-// Whether what runs on this device is the kernels' own code, not that of another architecture, compiled as the driver
-// loaded it. Nothing else here may be called where it is not.
+// Whether this device runs the kernels' own sm_90a code. If not, since the driver compiled another architecture's PTX,
+// they are traps: call nothing else here.
 bool hopper_built(int device);
 
 // The size to take. It looks at nothing but shapes and the card.

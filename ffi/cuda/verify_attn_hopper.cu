@@ -659,7 +659,7 @@ __global__ void __launch_bounds__(kThreads, 1)
         load_steps<false>(s, &cache_map, s.plane, s.share.step, s.share.end_step, &tile);
       }
       if (thread >= kComputeThreads + 96) fetch_ancestors(p, s, lane);
-      if (thread >= kComputeThreads + 32) cluster::wait();  // of the start, for which they have arrived
+      if (thread >= kComputeThreads + 32) cluster::wait();  // of the start: they have arrived
     } else {
       if (thread == kComputeThreads) load_tiles(p, s, &query_map, &cache_map);
       if (thread == kComputeThreads + 32) plan_segments(p, s);
@@ -702,7 +702,7 @@ struct Card {
 };
 
 void ask(Card* card) {
-  // Compiled for anything else, plain sm_90 too, the kernel is a trap, which needs next to no registers.
+  // Compiled for anything else, plain sm_90 too, the kernel is a trap of 4 registers instead of 168 (ptxas_test.py).
   cudaFuncAttributes code;
   card->built = cudaFuncGetAttributes(&code, attend<false>) == cudaSuccess && code.numRegs > 100;
   if (card->built && allow_launch(attend<true>, sizeof(Shared), kMostCluster)) {

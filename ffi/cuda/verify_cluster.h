@@ -28,7 +28,7 @@ __host__ __device__ constexpr int shape_tiles(int nodes, int heads) {
 // How many of a cluster's blocks share the steps of a tile; the others have none.
 __host__ __device__ constexpr int sharers_of(int steps, int size) { return steps < size ? steps : size; }
 
-// What a block of a cluster does: the step `first`, if `lead` is 1 and not 0, then [step, end_step).
+// What a block of a cluster does: step `first` if `lead` is 1 (it is 0 or 1), then steps [step, end_step).
 struct ClusterSegment : Segment {
   int lead, first;
 };

@@ -275,7 +275,7 @@ def test_invalid_prompts_under_jit_are_a_finish_reason(rng):
 
 @pytest.mark.parametrize("mode", ["ar", "chain", "ddtree"])
 def test_a_donated_state_becomes_the_next_one_array_by_array(rng, mode):
-    """Elsewhere XLA for GPUs mixes donated arrays up: https://github.com/jax-ml/jax/issues/39625."""
+    """Else XLA for GPUs may mix donated arrays up: https://github.com/jax-ml/jax/issues/39625."""
     target, drafter = random_pair(rng)
     tokens, lengths = _prompts(rng, 2, 8, target.vocab_size)
     decode = jax.jit(ddtree_decode, static_argnames="config", donate_argnames="state")

@@ -63,6 +63,38 @@ def test_a_row_does_not_depend_on_the_others(rng):
 
 
 @needs_kernel
+def test_a_row_of_a_stack_does_not_depend_on_the_others(rng):
+    x = rng.normal(size=(3, 17, 48)).astype(np.float32)
+    matrix = rng.normal(size=(3, 48, 96)).astype(np.float32)
+    together = np.asarray(few_rows_dot(x, matrix))
+    for rows in (1, 5, 9, 16):
+        np.testing.assert_array_equal(few_rows_dot(x[:, :rows], matrix), together[:, :rows])
+    for one, kernel, want in zip(x, matrix, together, strict=True):
+        np.testing.assert_array_equal(few_rows_dot(one, kernel), want)
+
+
+@needs_kernel
+def test_gradients_and_vmap_of_a_stack(rng):
+    x = rng.normal(size=(2, 3, 6, 40)).astype(np.float32)
+    matrix = rng.normal(size=(3, 40, 32)).astype(np.float32)
+    want = np.einsum("nbri,bio->nbro", x, matrix)
+    got = jax.vmap(few_rows_dot, (0, None))(x, matrix)
+    np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
+    each = jax.vmap(few_rows_dot)(x, np.stack([matrix, 2 * matrix]))
+    np.testing.assert_allclose(
+        each, want * np.float32([1, 2])[:, None, None, None], rtol=1e-5, atol=1e-5
+    )
+    cotangent = rng.normal(size=want[0].shape).astype(np.float32)
+    of_x, of_matrix = jax.vjp(few_rows_dot, x[0], matrix)[1](cotangent)
+    np.testing.assert_allclose(
+        of_x, np.einsum("bro,bio->bri", cotangent, matrix), rtol=1e-5, atol=1e-5
+    )
+    np.testing.assert_allclose(
+        of_matrix, np.einsum("bri,bro->bio", x[0], cotangent), rtol=1e-5, atol=1e-5
+    )
+
+
+@needs_kernel
 def test_where_the_kernel_serves(rng):
     for rows, serves in ((0, False), (1, True), (40, True), (41, False)):
         assert _uses_kernel(few_rows_dot, *_operands(rng, rows, 32, 32)) == serves

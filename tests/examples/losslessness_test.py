@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 import pytest
-from losslessness import first_difference, is_tie, judge
+from losslessness import first_difference, judge, tie
 from tiny_models import random_target
 
 
@@ -21,23 +21,23 @@ def test_float32_is_in_full():
         seen.append(jax.config.jax_default_matmul_precision)
         return jnp.zeros((1, 3, 5))
 
-    assert is_tie(target, [1, 2, 3], (0, 1), jnp.float32)
+    assert tie(target, [1, 2, 3], (0, 1), jnp.float32) == "tie"
     assert seen == ["highest"]
 
 
 @pytest.mark.parametrize(
-    ("gap", "dtype", "tie"),
-    [(5e-5, jnp.float32, True), (1e-3, jnp.float32, False), (0.01, jnp.bfloat16, True)]
-    + [(0.1, jnp.bfloat16, False)],
+    ("gap", "dtype", "verdict"),
+    [(5e-5, jnp.float32, "tie"), (1e-3, jnp.float32, None), (0.01, jnp.bfloat16, "tie")]
+    + [(0.1, jnp.bfloat16, None)],
 )
-def test_a_tie_of_logits(gap, dtype, tie):
+def test_a_tie_of_logits(gap, dtype, verdict):
     """Between 2 and 4 a step of bfloat16 is 2^-6."""
 
     def target(ids, positions):
         return jnp.asarray([[[3.0, 3.0 - gap, 1.0]]])
 
-    assert is_tie(target, [1], (0, 1), dtype) == tie
-    assert not is_tie(target, [1], (0, 2), dtype)
+    assert tie(target, [1], (0, 1), dtype) == verdict
+    assert tie(target, [1], (0, 2), dtype) is None
 
 
 def _undecided(rng, gap):
@@ -63,16 +63,16 @@ def _undecided(rng, gap):
 def test_a_tie_of_experts(rng):
     with jax.default_matmul_precision("highest"):
         target, prefix, pair = _undecided(rng, 1e-3)
-        assert is_tie(target, prefix, pair, jnp.bfloat16)
-        assert not is_tie(target, prefix, pair, jnp.float32)
+        assert tie(target, prefix, pair, jnp.bfloat16) == "expert tie"
+        assert tie(target, prefix, pair, jnp.float32) is None
         ids = jnp.asarray([prefix], jnp.int32)
         worst = int(jnp.argmin(target(ids, jnp.arange(len(prefix))[None])[0, -1]))
-        assert not is_tie(target, prefix, (pair[1], worst), jnp.bfloat16)
+        assert tie(target, prefix, (pair[1], worst), jnp.bfloat16) is None
         texts = [*prefix, pair[0]], [*prefix, pair[1]]
-        assert judge(target, [], *texts, jnp.bfloat16) == "tie"
+        assert judge(target, [], *texts, jnp.bfloat16) == "expert tie"
         assert judge(target, [], *texts, jnp.float32) == "different"
 
 
 def test_experts_apart_are_no_tie(rng):
     target, prefix, pair = _undecided(rng, 0.05)
-    assert not is_tie(target, prefix, pair, jnp.bfloat16)
+    assert tie(target, prefix, pair, jnp.bfloat16) is None

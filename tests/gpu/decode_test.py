@@ -44,6 +44,7 @@ def _judge_modes(target, drafter, tokens, lengths, dtype, **options):
             verdict = judge(target, prompt, texts["ar"][b], texts[mode][b], dtype)
             assert verdict != "different", (mode, b, texts["ar"][b], texts[mode][b])
             ties += verdict == "tie"
+            assert verdict != "expert tie" or dtype != jnp.float32
     print("ties", ties, "rounds", rounds)
     return ties, rounds
 
@@ -100,7 +101,7 @@ def test_sampled_text_depends_on_prompt_and_seed_alone(rng):
 @pytest.mark.parametrize("options", [{}, whole_loop_options()], ids=["default", "one graph"])
 @pytest.mark.parametrize("mode", ["ar", "chain", "ddtree"])
 def test_calls_that_donate_the_state_go_on_where_one_call_would(rng, mode, options):
-    """XLA for GPUs mixed such arrays up where they left the program twice: jax issue 39625."""
+    """XLA for GPUs gave such arrays to the wrong outputs where they left the program twice: jax issue 39625."""
     target, drafter = random_target(rng, **_SMALL), random_drafter(rng, **_MASK)
     lengths = rng.integers(1, 17, 3).astype(np.int32)
     tokens = rng.integers(0, 12, (3, 16)).astype(np.int32)

@@ -1,8 +1,9 @@
 // Runs every CUDA kernel on small random inputs, for compute-sanitizer and for a check that results depend neither on
 // what outputs and workspaces held before nor on the run: all is done twice over memory filled with different bytes.
 //
-//   kernel_driver [uninitialised] [CASE]   all cases, or one; memory as it was allocated, and once
-//   kernel_driver count                    prints how many cases there are
+//   kernel_driver [CASE]                 all cases, or one, twice over filled memory
+//   kernel_driver uninitialised [CASE]   once, over memory as it was allocated
+//   kernel_driver count                  prints how many cases there are
 #include <cuda_runtime.h>
 
 #include <cmath>

@@ -240,3 +240,18 @@ def test_an_e4m3_cache_follows_the_models_own(rng, dtype):
 def test_caches_that_cannot_be_are_refused(rng, options, message):
     with pytest.raises(ValueError, match=message):
         random_target(rng, **options)
+
+
+@pytest.mark.parametrize("shape", [(0,), (1, 1), (2, 20), (41,), (3, 100)])
+def test_embeddings_are_rows_of_the_table(rng, shape):
+    """Few are copied one by one on a CPU; ids outside are clamped in either way, under vmap too."""
+    target = random_target(rng)
+    table = np.asarray(target.embed_tokens[...])
+    tokens = rng.integers(-3, target.vocab_size + 3, shape).astype(np.int32)
+    want = table[np.clip(tokens, 0, target.vocab_size - 1)]
+    np.testing.assert_array_equal(target.embed(tokens), want)
+    np.testing.assert_array_equal(
+        jax.jit(lambda model, ids: model.embed(ids))(target, tokens), want
+    )
+    if shape[0]:
+        np.testing.assert_array_equal(jax.vmap(target.embed)(tokens), want)

@@ -28,6 +28,7 @@ def kernel_primitive(
     workspace: dict[str, Callable] | None = None,
     plain: dict[str, tuple[str, Callable]] | None = None,
     unshared: Callable | None = None,
+    largest_batch: int | None = None,
 ) -> jax.extend.core.Primitive:
     """Makes the primitive of the kernel `ddtree_{name}`.
 
@@ -44,6 +45,7 @@ def kernel_primitive(
         platform in calls whose parameter of that name is false.
       unshared: (*operands, **parameters) -> results: what `vmap` over an operand that all requests share
         becomes, mapped axes in front of the operands that have them; without it such a `vmap` is refused.
+      largest_batch: requests above which a `vmap` becomes `unshared` as well.
 
     Returns:
       A primitive with multiple results.
@@ -90,7 +92,13 @@ def kernel_primitive(
 
     def batch(operands, dims, **parameters):
         shared = [dim for dim, axis in zip(dims, batch_axes, strict=True) if axis is None]
-        if unshared is not None and any(dim is not None for dim in shared):
+        apart = any(dim is not None for dim in shared)
+        if largest_batch is not None:
+            for x, dim, axis in zip(operands, dims, batch_axes, strict=True):
+                if axis is not None and dim is not None:
+                    requests = [n for i, n in enumerate(x.shape) if i != dim][axis]
+                    apart |= x.shape[dim] * requests > largest_batch
+        if unshared is not None and apart:
             pairs = zip(operands, dims, strict=True)
             results = unshared(
                 *(x if d is None else jnp.moveaxis(x, d, 0) for x, d in pairs), **parameters

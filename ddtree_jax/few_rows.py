@@ -37,6 +37,7 @@ def few_rows_dot(
     serves = x.ndim > 0 and matrix.ndim in (2, 3) and x.shape[-1] == matrix.shape[-2] > 0
     serves = serves and (not stacked or (x.ndim == 3 and x.shape[0] == matrix.shape[0] > 0))
     serves = serves and x.dtype == matrix.dtype == jnp.float32 and matrix.shape[-1] % _LANES == 0
+    serves = serves and preferred_element_type in (None, jnp.float32)
     if not (serves and 0 < rows <= _MOST and _on_one_cpu()):
         return jnp.matmul(
             x, matrix, precision=precision, preferred_element_type=preferred_element_type
@@ -71,4 +72,5 @@ _few_rows_dot = kernel_primitive(
     # Programs traced here are lowered for CUDA too, to look at them.
     plain={"cuda": ("kernel", lambda x, matrix: [x @ matrix])},
     unshared=lambda x, matrix, **_: [jnp.matmul(x, matrix)],
+    largest_batch=_MOST,
 )

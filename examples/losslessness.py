@@ -26,7 +26,7 @@ _SCORE_STEP = 2.0**-8
 # Passes with scores moved so at random. Of two experts that tie a pass takes each with about even odds if they are
 # much closer than that, so that of up to three ties at once any one outcome is seen with 98% probability.
 _MOVED = 32
-# Tokens a pass of the judge over a cache.
+# Tokens that the judge's passes are padded to, and of one over a cache.
 _CHUNK = 64
 
 
@@ -64,12 +64,18 @@ def _best(target, prefix, tokens, exact, cached) -> np.ndarray:
         if cached:
             logits = _cached_logits(target, prefix)
         else:
-            ids = jnp.asarray([prefix], jnp.int32)
-            positions = jnp.arange(len(prefix), dtype=jnp.int32)[None]
-            logits = np.asarray(target(ids, positions)[0, -1], np.float64)
+            # What follows the prefix is not seen by it, and spares a program for each length.
+            ids = np.zeros((1, -(-len(prefix) // _CHUNK) * _CHUNK), np.int32)
+            ids[0, : len(prefix)] = prefix
+            logits = np.asarray(_logits(target, ids)[0, len(prefix) - 1], np.float64)
     best = logits.max()
     step = 2.0 ** (np.floor(np.log2(max(abs(best), 1e-30))) - 7)
     return best - logits[list(tokens)] <= (_FLOAT32_TIE if exact else step)
+
+
+@jax.jit
+def _logits(target, ids):
+    return target(ids, jnp.arange(ids.shape[1], dtype=jnp.int32)[None])
 
 
 def _with_moved_scores(target, seed: int):

@@ -8,8 +8,10 @@
 #include <algorithm>
 #include <atomic>
 #include <chrono>
+#include <cmath>
 #include <condition_variable>
 #include <cstdlib>
+#include <fstream>
 #include <mutex>
 #include <thread>
 
@@ -20,6 +22,7 @@ using Clock = std::chrono::steady_clock;
 constexpr std::chrono::microseconds kLookout{200};  // how long a helper looks out for work before it sleeps
 constexpr int kLooks = 32;                          // looks between two turns for whoever else wants the processor
 constexpr int64_t kMostTasks = 0xffff;
+constexpr int64_t kMostThreads = 16;  // the caller wakes them one by one, some microseconds each
 
 inline void Pause() {
 #if defined(__x86_64__) || defined(__i386__)
@@ -124,6 +127,18 @@ Helpers& Own() {
   return *own;
 }
 
+// The processors' time that a container may have, in processors rounded up; 0 where it is not limited.
+int64_t Quota() {
+  // cgroup v2: "max 100000" or "200000 100000"; v1 has the numbers in two files, the first -1 for no limit.
+  double quota = 0, period = 0;
+  if (std::ifstream v2("/sys/fs/cgroup/cpu.max"); !(v2 >> quota >> period)) {
+    quota = period = 0;
+    std::ifstream("/sys/fs/cgroup/cpu/cpu.cfs_quota_us") >> quota;
+    std::ifstream("/sys/fs/cgroup/cpu/cpu.cfs_period_us") >> period;
+  }
+  return quota > 0 && period > 0 ? static_cast<int64_t>(std::ceil(quota / period)) : 0;
+}
+
 }  // namespace
 
 int64_t Processors() {
@@ -135,7 +150,10 @@ int64_t Processors() {
 #endif
     const char* most = std::getenv("DDTREE_CPU_THREADS");
     const int64_t wanted = most == nullptr ? 0 : std::strtoll(most, nullptr, 10);
-    return wanted > 0 ? std::min(wanted, processors) : processors;
+    for (const int64_t limit : {kMostThreads, Quota(), wanted}) {
+      if (limit > 0) processors = std::min(processors, limit);
+    }
+    return processors;
   }();
   return count;
 }

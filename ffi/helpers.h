@@ -9,8 +9,8 @@
 
 namespace ddtree {
 
-// Threads that this process may run at once: by its affinity, and at most DDTREE_CPU_THREADS where that is set, as it
-// should be where a container's quota is less than the processors that it sees.
+// Threads that this process may run at once: by its affinity and its container's quota, at most 16, and at most
+// DDTREE_CPU_THREADS where that is set.
 int64_t Processors();
 
 // Runs run(context, i) for every i in 0 .. tasks - 1 on the calling thread and the helpers that are awake, of which it

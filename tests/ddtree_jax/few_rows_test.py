@@ -132,6 +132,25 @@ def test_leading_axes_gradients_and_vmap(rng):
         np.testing.assert_allclose(one, expected, rtol=1e-5, atol=1e-5)
 
 
+@needs_kernel
+def test_a_vmap_over_many_rows_is_xlas(rng):
+    x, matrix = _operands(rng, 60, 40, 32)
+    mapped = jax.vmap(few_rows_dot, (0, None))
+    assert _uses_kernel(mapped, x[:40].reshape(10, 4, 40), matrix)
+    assert not _uses_kernel(mapped, x.reshape(15, 4, 40), matrix)
+    assert not _uses_kernel(jax.vmap(mapped, (0, None)), x.reshape(5, 3, 4, 40), matrix)
+    got = mapped(x.reshape(15, 4, 40), matrix).reshape(60, 32)
+    np.testing.assert_allclose(got, x @ matrix, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("rows", [3, 41])
+def test_another_dtype_is_given_whatever_the_rows(rng, rows):
+    x, matrix = _operands(rng, rows, 32, 32)
+    got = few_rows_dot(x, matrix, preferred_element_type=jnp.bfloat16)
+    assert got.dtype == jnp.bfloat16
+    np.testing.assert_allclose(got.astype(np.float32), x @ matrix, rtol=2.0**-6, atol=2.0**-6)
+
+
 def test_float32_is_what_bfloat16_may_prefer(rng):
     x, matrix = _operands(rng, 8, 32, 32, jnp.bfloat16)
     assert few_rows_dot(x, matrix).dtype == jnp.bfloat16

@@ -240,7 +240,7 @@ def _notices(max_new, context, cache):
     elif not os.path.isdir(cache) or not os.listdir(cache):
         yield f"compiling; the next start finds the programs in {cache} ..."
     else:
-        yield f"compiling what {cache} does not hold yet ..."
+        yield f"starting; programs that {cache} lacks are compiled first ..."
 
 
 def _budget(curve, on_cpu):

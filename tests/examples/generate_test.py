@@ -99,7 +99,7 @@ def test_text_figures_and_json(tmp_path, cache):
     assert done.returncode == 0, done.stderr
     texts = [one["text"] for one in json.loads(again.read_text())["completions"]]
     assert texts == [first["text"], second["text"]]
-    assert f"compiling what {cache} does not hold yet ...\n" == done.stderr
+    assert f"starting; programs that {cache} lacks are compiled first ...\n" == done.stderr
 
 
 def test_compare_prints_the_three_modes(tmp_path, cache):

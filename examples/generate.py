@@ -271,24 +271,23 @@ def _stream(target, drafter, tokenizer, config, prompts, texts, device):
 
 
 def _compare(target, drafter, tokenizer, config, prompts, texts, device):
-    """Decodes every prompt in the three modes and prints the figures side by side."""
+    """Decodes every prompt in the three modes and prints the figures side by side, a mode's when it is done."""
     import dataclasses
 
     from losslessness import judge
     from runner import Runner
 
-    results, rows = {}, []
-    for mode in ("ar", "chain", "ddtree"):
-        runner = Runner(target, drafter, dataclasses.replace(config, mode=mode))
-        completions = []
-        for start in range(0, len(prompts), _BATCH.value):
-            completions += runner.run(prompts[start : start + _BATCH.value], first=start)
-        results[mode] = (runner.totals, completions)
-    baseline = results["ar"][1]
     sized = "" if config.cost_curve is None else ", fewer where fewer pay"
     print(f"{len(prompts)} prompts on {device} ({_dtypes(target)}), budget {config.budget}{sized}")
-    print("mode    tokens/s  speed-up  rounds  accepted a round  same text as ar")
-    for mode, (totals, completions) in results.items():
+    print("mode    tokens/s  speed-up  rounds  accepted a round  same text as ar", flush=True)
+    rows, baseline = [], None
+    for mode in ("ar", "chain", "ddtree"):
+        runner = Runner(target, drafter, dataclasses.replace(config, mode=mode))
+        totals, completions = runner.totals, []
+        for start in range(0, len(prompts), _BATCH.value):
+            completions += runner.run(prompts[start : start + _BATCH.value], first=start)
+        if baseline is None:
+            baseline, plain_rate = completions, totals.tokens_per_second
         verdicts = [
             judge(target, prompt, ar.tokens, one.tokens, target.dtype)
             for prompt, ar, one in zip(prompts, baseline, completions, strict=True)
@@ -296,7 +295,7 @@ def _compare(target, drafter, tokenizer, config, prompts, texts, device):
         row = {
             "mode": mode,
             "tokens_per_second": totals.tokens_per_second,
-            "speed_up": totals.tokens_per_second / (results["ar"][0].tokens_per_second or 1),
+            "speed_up": totals.tokens_per_second / (plain_rate or 1),
             "rounds": totals.rounds,
             "mean_accepted": totals.mean_accepted,
             "same": verdicts.count("same"),
@@ -309,10 +308,10 @@ def _compare(target, drafter, tokenizer, config, prompts, texts, device):
         ties += f", {row['expert_ties']} ties of experts" if row["expert_ties"] else ""
         print(
             f"{mode:<8}{row['tokens_per_second']:>8.1f}{row['speed_up']:>9.2f}x{row['rounds']:>8}"
-            f"{row['mean_accepted']:>18.2f}  {row['same']} of {len(prompts)}{ties}"
+            f"{row['mean_accepted']:>18.2f}  {row['same']} of {len(prompts)}{ties}",
+            flush=True,
         )
-    report = _report("ddtree", device, *results["ddtree"], tokenizer, texts)
-    return {**report, "compare": rows}
+    return {**_report(mode, device, totals, completions, tokenizer, texts), "compare": rows}
 
 
 def _dtypes(target):

@@ -25,6 +25,7 @@ import sys
 import time
 
 from absl import app, flags, logging
+from one_line_errors import one_line_errors
 
 _SUITE = flags.DEFINE_enum(
     "suite", "kernels", ["kernels", "step", "curve", "compile"], "What to time."
@@ -80,10 +81,8 @@ class Row:
 def main(argv):
     if len(argv) > 1:
         raise app.UsageError(f"unexpected argument {argv[1]!r}")
-    try:
+    with one_line_errors():
         _run()
-    except (ValueError, OSError) as error:
-        sys.exit("error: " + " ".join(str(error).split()))
 
 
 def _run():

@@ -10,6 +10,7 @@ import functools
 import sys
 
 from absl import app, flags, logging
+from one_line_errors import one_line_errors
 
 _PROMPT = flags.DEFINE_string("prompt", None, "The prompt; the demo's first by default.")
 _CHECKPOINT = flags.DEFINE_string("checkpoint", None, "Folder of the target; the demo by default.")
@@ -25,10 +26,8 @@ _DTYPE = flags.DEFINE_enum(
 def main(argv):
     if len(argv) > 1:
         raise app.UsageError(f"unexpected argument {argv[1]!r}: the prompt goes into --prompt")
-    try:
+    with one_line_errors():
         _run()
-    except (ValueError, OSError) as error:
-        sys.exit("error: " + " ".join(str(error).split()))
 
 
 def _run():

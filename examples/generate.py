@@ -17,6 +17,7 @@ import sys
 import tempfile
 
 from absl import app, flags, logging
+from one_line_errors import one_line_errors
 
 _PROMPT = flags.DEFINE_multi_string("prompt", None, "A prompt; give it again for more.")
 _PROMPT_FILE = flags.DEFINE_string(
@@ -90,10 +91,8 @@ _ROUNDS_PER_CALL = 4
 def main(argv):
     if len(argv) > 1:
         sys.exit(f"error: unexpected argument {argv[1]!r}: a prompt is given as --prompt TEXT")
-    try:
+    with one_line_errors(TypeError):
         _run()
-    except (ValueError, TypeError, OSError) as error:
-        sys.exit("error: " + " ".join(str(error).split()))
 
 
 def _run():

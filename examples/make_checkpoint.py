@@ -19,6 +19,7 @@ import time
 
 import numpy as np
 from absl import app, flags, logging
+from one_line_errors import one_line_errors
 
 _CONFIG = flags.DEFINE_string("config", None, "A config.json; the demo's by default.")
 _OUTPUT = flags.DEFINE_string("output", None, "The folder to write; it must be empty or new.")
@@ -35,10 +36,8 @@ def main(argv):
     if len(argv) > 1:
         sys.exit(f"error: unexpected argument {argv[1]!r}")
     logging.set_verbosity(logging.WARNING)
-    try:
+    with one_line_errors():
         _run()
-    except (ValueError, OSError) as error:
-        sys.exit("error: " + " ".join(str(error).split()))
 
 
 def _run():

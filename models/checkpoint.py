@@ -184,8 +184,7 @@ def _fill(model: nnx.Module, rules: list[Rule], tensors: Tensors, shardings: dic
                 # A transfer holds what it reads from: the next is not read beside it.
                 slots[path].set_value(jax.block_until_ready(placed))
             del arrays, array
-    if not shardings:
-        use_huge_pages(slot[...] for slot in slots.values())
+    use_huge_pages(slot[...] for slot in slots.values())
 
 
 def _put(array, dtype, sharding) -> jax.Array:

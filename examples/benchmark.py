@@ -8,11 +8,9 @@ python examples/benchmark.py --suite=compile --json=compile.json
 The suites "step" and "curve" (the cost curve of a checkpoint, the demo by default) are in step_suite.py, "compile" is
 in compile_time.py; what follows is about the kernels'.
 
-Calls run one after the other inside one jitted loop, several in a round of it; the time a call is the difference
-between a long and a short loop divided by the difference of their calls, so that neither dispatch nor the loop's start
-counts. On CUDA the loop is one CUDA graph, so that nothing of a round waits for the host. What the loop itself costs,
-measured with no call in it, is printed and not taken off. The median of several differences is printed. Inputs are
-random.
+Calls run one after the other inside one jitted loop (loop_time.py), several in a round of it. What the loop itself
+costs, measured with no call in it, is printed and not taken off. The median of several differences is printed. Inputs
+are random.
 """
 
 from __future__ import annotations
@@ -22,7 +20,6 @@ import functools
 import json
 import pathlib
 import sys
-import time
 
 from absl import app, flags, logging
 from one_line_errors import one_line_errors
@@ -200,91 +197,22 @@ def _write_json(device, results):
         pathlib.Path(_JSON.value).write_text(json.dumps(report, indent=1) + "\n")
 
 
-def per_call(step, *operands, calls=8, least=2e-3):
-    """Microseconds of `step(*operands)`, which returns an array or a tuple of arrays.
+def _per_call(step, *operands, **options):
+    from loop_time import per_call
 
-    A loop carries a number that every round is made to depend on, so that no call is dropped or moved out. The calls
-    of a round have copies of the operands, since equal calls would become one.
-    """
-    import jax
-    import jax.numpy as jnp
-
-    calls = calls if jax.default_backend() == "gpu" else 1
-    copies = [jax.tree.map(jnp.copy, operands) for _ in range(calls)]
-
-    def loop(count, copies):
-        def body(_, carry):
-            tied, carry = jax.lax.optimization_barrier((copies, carry))
-            results = [jax.tree.leaves(step(*operands)) for operands in tied]
-            results, carry = jax.lax.optimization_barrier((results, carry))
-            # One number of each result keeps it alive; reading them costs next to nothing.
-            return carry + sum(
-                x.ravel()[0].astype(jnp.float32) * 0 for x in jax.tree.leaves(results)
-            )
-
-        return jax.lax.fori_loop(0, count, body, jnp.float32(0))
-
-    loop = _jit(loop, static_argnums=0)
-    return _difference(lambda count: loop(count, copies).block_until_ready(), least) / calls
+    return per_call(step, *operands, repeats=_REPEATS.value, **options)
 
 
-def per_update(step, cache, *operands, calls=8, least=2e-3):
-    """Microseconds of `step(cache, *operands)`, which returns the cache, updated in place."""
-    import jax
+def _per_update(step, cache, *operands):
+    from loop_time import per_update
 
-    def loop(count, cache, *operands):
-        def body(_, cache):
-            for _ in range(calls):
-                cache = step(cache, *operands)
-            return cache
-
-        return jax.lax.fori_loop(0, count, body, cache)
-
-    loop = _jit(loop, static_argnums=0, donate_argnums=1)
-    held = [cache]
-
-    def run(count):
-        held[0] = loop(count, held[0], *operands)
-        held[0].block_until_ready()
-
-    return _difference(run, least) / calls
-
-
-def _jit(loop, **options):
-    """On CUDA the loop becomes one graph; its nodes run one after the other."""
-    import jax
-
-    if jax.default_backend() == "gpu":
-        from ddtree_jax.cuda_graphs import whole_loop_options
-
-        serial = {"xla_gpu_command_buffer_scheduling_mode": "SERIALIZE"}
-        options["compiler_options"] = {**whole_loop_options(), **serial}
-    return jax.jit(loop, **options)
-
-
-def _difference(run, least):
-    """Median microseconds an iteration; loops long enough that `least` seconds lie between them."""
-
-    def seconds(count):
-        start = time.perf_counter()
-        run(count)
-        return time.perf_counter() - start
-
-    short, long = 4, 36
-    while True:
-        for _ in range(3):  # the first call on CUDA runs without the graph, the second makes it
-            run(short), run(long)
-        if seconds(long) - seconds(short) > least or long > 20000:
-            break
-        short, long = 4 * short, 4 * long
-    times = sorted((seconds(long) - seconds(short)) / (long - short) for _ in range(_REPEATS.value))
-    return times[len(times) // 2] * 1e6
+    return per_update(step, cache, *operands, repeats=_REPEATS.value)
 
 
 def _empty_loop():
     import jax.numpy as jnp
 
-    return per_call(lambda x: x + 1, jnp.float32(1), calls=1)
+    return _per_call(lambda x: x + 1, jnp.float32(1), calls=1)
 
 
 def _cases(full):
@@ -356,9 +284,9 @@ def _draft_topk(batch, vocab, k):
     return Row(
         "draft_topk",
         f"B {batch} L 7 V {vocab} K {k} bf16",
-        per_call(lambda x: draft_topk(x, k), logits),
+        _per_call(lambda x: draft_topk(x, k), logits),
         _floor(logits.nbytes),
-        per_call(plain, logits, calls=1),
+        _per_call(plain, logits, calls=1),
     )
 
 
@@ -370,7 +298,9 @@ def _tree_build(batch, budget):
     def step(*operands):
         return tree_build(*operands, budget=budget, keep_spine=True)
 
-    return Row("tree_build", f"B {batch} L 7 K {budget} budget {budget}", per_call(step, *operands))
+    return Row(
+        "tree_build", f"B {batch} L 7 K {budget} budget {budget}", _per_call(step, *operands)
+    )
 
 
 def _tree(batch, budget):
@@ -388,7 +318,7 @@ def _tree_accept(batch, budget):
     # A target that agrees with every first child: the longest walk.
     child = jnp.maximum(tree.next_token, 0)
     target = jnp.take_along_axis(tree.tokens, child, axis=1)
-    return Row("tree_accept", f"B {batch} N {budget + 1}", per_call(tree_accept, tree, target))
+    return Row("tree_accept", f"B {batch} N {budget + 1}", _per_call(tree_accept, tree, target))
 
 
 def _append(layers, batch, nodes):
@@ -403,7 +333,7 @@ def _append(layers, batch, nodes):
         return append_latents(cache, rows, lengths, layer=layers // 2)
 
     floor = _floor(2 * rows.nbytes)
-    time = per_update(step, cache, rows, lengths)
+    time = _per_update(step, cache, rows, lengths)
     return Row("append_latents", f"layers {layers} B {batch} N {nodes} bf16", time, floor)
 
 
@@ -422,7 +352,7 @@ def _commit(layers, batch):
         return commit_path(cache, path, lengths)
 
     floor = _floor(2 * layers * batch * 7 * 1152)
-    time = per_update(step, cache, path, lengths)
+    time = _per_update(step, cache, path, lengths)
     return Row("commit_path", f"layers {layers} B {batch} path 8 bf16", time, floor)
 
 
@@ -458,9 +388,9 @@ def _verify_attn(full, batch, prefix, heads, nodes):
     return Row(
         "verify_attn",
         f"B {batch} P {prefix} H {heads} N {nodes} {'bf16' if full else 'f32'}",
-        per_call(step, *operands),
+        _per_call(step, *operands),
         floor,
-        per_call(plain, *operands, calls=1) if scores < 4e9 else None,
+        _per_call(plain, *operands, calls=1) if scores < 4e9 else None,
     )
 
 
@@ -483,7 +413,7 @@ def _expert_mlp(full, tokens):
     touched = len(set(ids.ravel().tolist()))
 
     def time(**options):
-        return per_call(functools.partial(expert_mlp, **options), *operands, calls=1)
+        return _per_call(functools.partial(expert_mlp, **options), *operands, calls=1)
 
     on_cuda = jax.default_backend() == "gpu"
     return Row(

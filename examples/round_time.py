@@ -2,33 +2,59 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
 
 import jax
 import numpy as np
 from compile_options import compile_options
+from loop_time import TimedLoop
 
 from ddtree_jax import DecodeConfig, ddtree_decode
 from ddtree_jax.cuda_graphs import whole_loop_options
+from ddtree_jax.decode import draft_tree, verify_round
 
 _ROUNDS = 32  # of a call: its start then weighs little
 
 
-def round_time(
-    target, drafter, *, budget: int, prefix: int, batch: int, repeats: int
-) -> dict[str, float]:
-    """Median microseconds of a round, by how XLA was asked to run the loop.
+@dataclasses.dataclass(frozen=True)
+class RoundTimes:
+    """Microseconds of a round.
 
-    The host takes part as it does for a user. Every call goes through the same rounds from the same state.
+    Attributes:
+      loops: rounds as a user has them, the host taking part, by how XLA was asked to run the loop: "default", and on
+        CUDA "one graph" (`ddtree_jax.cuda_graphs.whole_loop_options`).
+      device: one round over and over from the same state, in a loop on the device.
+      models: its models alone, in such a loop: a draft, a pass over the same tree, the drafter's context.
+    """
+
+    loops: dict[str, float]
+    device: float
+    models: float
+
+    @property
+    def machinery(self) -> float:
+        """What the tree costs on the device: candidates, tree, acceptance, kept rows, bookkeeping."""
+        return max(self.device - self.models, 0.0)
+
+    @property
+    def gaps(self) -> float:
+        """What the host costs where it takes part; 0 where there is nothing to compare with."""
+        return max(self.loops["default"] - self.loops.get("one graph", self.loops["default"]), 0.0)
+
+
+def round_times(
+    target, drafter, *, budget: int, prefix: int, batch: int, repeats: int
+) -> RoundTimes:
+    """Medians of `repeats` measurements. Every call goes through the same rounds from the same state.
 
     Args:
       budget: draft nodes of a request.
       prefix: prompt tokens of each request; random.
       batch: requests.
-      repeats: calls of which the median is taken.
 
-    Returns:
-      "default", and on CUDA "one graph" (`ddtree_jax.cuda_graphs.whole_loop_options`).
+    Raises:
+      RuntimeError: a request ended before the last round.
     """
     # Room for whole blocks, so that no request ends before the last round.
     room = _ROUNDS * drafter.block_size + 1
@@ -48,7 +74,7 @@ def round_time(
     programs = {"default": program(_ROUNDS)}
     if jax.default_backend() == "gpu":
         programs["one graph"] = program(_ROUNDS, **whole_loop_options())
-    times = {}
+    loops = {}
     for name, run in programs.items():
         seconds = []
         for _ in range(repeats + 2):  # the first compiles, the second may still capture a graph
@@ -58,5 +84,35 @@ def round_time(
             seconds.append(time.perf_counter() - start)
         if not np.all(np.asarray(result.rounds) == _ROUNDS):
             raise RuntimeError(f"a request ended after {np.min(result.rounds)} of {_ROUNDS} rounds")
-        times[name] = float(np.median(seconds[2:]) / _ROUNDS * 1e6)
-    return times
+        loops[name] = float(np.median(seconds[2:]) / _ROUNDS * 1e6)
+    state = result.state
+    del result
+    return RoundTimes(loops, *_on_device(target, drafter, state, DecodeConfig(**options), repeats))
+
+
+def _on_device(target, drafter, state, config, repeats) -> tuple[float, float]:
+    """Microseconds of a round from this state, and of its models."""
+    tree = jax.jit(draft_tree, static_argnums=3)(target, drafter, state, config)
+    caches = state.cache, state.draft_cache
+    rest = dataclasses.replace(state, cache=None, draft_cache=None)
+
+    def whole(held, caches, rest):
+        before = dataclasses.replace(rest, cache=caches[0], draft_cache=caches[1])
+        after, path = verify_round(*held, before, draft_tree(*held, before, config), config)
+        caches = after.cache, after.draft_cache
+        return (dataclasses.replace(after, cache=None, draft_cache=None), path), caches
+
+    def models(held, caches, rest, tree):
+        (target, drafter), (cache, draft_cache) = held, caches
+        known, cached = rest.lengths, rest.lengths - 1
+        draft = drafter.draft(target, draft_cache, tree.tokens[:, 0], cached)
+        hidden, features, cache = target.verify(tree, cache, cached, taps=drafter.taps)
+        features = features[:, : drafter.block_size]
+        # One position is the least that a round keeps; the products are over a block of them in any case.
+        draft_cache = drafter.extend(draft_cache, features, cached, known - cached)
+        return (draft, target.head(hidden)), (cache, draft_cache)
+
+    held = target, drafter
+    device, caches = TimedLoop(whole)(held, caches, rest, repeats=repeats)
+    alone, _ = TimedLoop(models)(held, caches, rest, tree, repeats=repeats)
+    return device, alone

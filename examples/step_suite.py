@@ -1,11 +1,12 @@
 """Times a whole step at Kimi K2.6's widths with as many layers as fit, and makes a cost curve of it.
 
 A verify pass is timed at every number of nodes and every prefix, all nodes real and the root alone. Its stages are
-then timed each by itself, over all layers: attention's projections, verify_attn, routed experts, head. What remains of
-the pass (norms, router, shared experts, appended rows) is "rest"; it may fall below zero where a stage alone takes
-longer than in the pass. Drafting and the tree's own machinery, which a round needs besides, are timed once, and so are
-whole rounds of the decode loop: what they take beyond a pass and a draft is the machinery with all gaps. A stage that
-grows with the layers is extrapolated to the published number of them.
+then timed each by itself, over all layers: attention's projections, verify_attn, routed experts (those that the
+pass went to), head. What remains of it (norms, router, shared experts, appended rows) is "rest"; it may fall below zero
+where a stage alone takes longer than in the pass. Drafting and the tree's own machinery, which a round needs besides,
+are timed once. All of these are loops on the device (loop_time.py). Whole rounds of the decode loop are timed as a user
+has them: what they take beyond a pass and a draft is the machinery with all gaps. A stage that grows with the layers is
+extrapolated to the published number of them.
 """
 
 from __future__ import annotations
@@ -13,28 +14,18 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-import time
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import step_floors
 import step_model
-from compile_options import compile_options
-from round_time import round_time
+import step_stages
+from loop_time import TimedLoop
+from round_time import RoundTimes, round_times
 from step_floors import Rates
 
-from ddtree_jax import (
-    CostCurve,
-    DecodeConfig,
-    commit_path,
-    draft_topk,
-    tree_accept,
-    tree_build,
-    verify_attn,
-)
-from ddtree_jax.budget import node_budgets
-from ddtree_jax.models.moe import expert_mlp
+from ddtree_jax import CostCurve, DecodeConfig, draft_topk, tree_build
 
 _RESERVE = 8 * 10**9  # bytes kept for activations, logits and the programs
 STAGES = ("projections", "verify_attn", "experts", "head", "rest")
@@ -63,10 +54,15 @@ class Settings:
 
 @dataclasses.dataclass
 class Step:
-    """One pass: microseconds of each stage as measured, of its floor, and of both at the full depth."""
+    """One pass: microseconds of each stage as measured, of its floor, and of both at the full depth.
+
+    `touched` is how many experts of a layer its nodes went to, the mean over the layers; `idle` the pass with the
+    roots alone at the full depth.
+    """
 
     nodes: int
     prefix: int
+    touched: float
     idle: float
     times: dict[str, float]
     floors: dict[str, float]
@@ -78,8 +74,8 @@ class Step:
 class Report:
     """All that was measured. `draft` and `machinery` are microseconds a round; the curve is for the full depth.
 
-    `round_times` are microseconds of whole rounds of `round_nodes` nodes after the first prefix, by how XLA runs the
-    loop; `round_parts` those of a pass and a draft like theirs, each alone.
+    `machinery` is its kernels each alone, at the largest size. `rounds` are of `round_nodes` nodes after the first
+    prefix, and `overhead` the share of them, at the full depth, that is neither drafter nor target.
     """
 
     layers: int
@@ -92,8 +88,8 @@ class Report:
     curve_prefix: int
     cost_curve: CostCurve
     round_nodes: int
-    round_times: dict[str, float]
-    round_parts: float
+    rounds: RoundTimes | None
+    overhead: float | None
 
 
 def run(settings: Settings, rates: Rates, show=print) -> Report:
@@ -104,7 +100,7 @@ def run(settings: Settings, rates: Rates, show=print) -> Report:
     target = step_model.random_target(config, seed=0)
     drafter = step_model.random_drafter(step_model.drafter_config(settings.full, layers), seed=1)
     show(f"{layers} of {full_config.num_hidden_layers} layers; microseconds, floors in brackets")
-    show("".join(f"{name:>24}" for name in ("nodes, prefix", *STAGES, "pass", "full depth")))
+    show("".join(f"{name:>20}" for name in ("nodes, prefix", *STAGES, "pass", "full depth")))
     bench = _Bench(target, drafter, settings, rates)
     steps = []
     for prefix in settings.prefixes:
@@ -118,12 +114,23 @@ def run(settings: Settings, rates: Rates, show=print) -> Report:
     curve = cost_curve([s for s in steps if s.prefix == curve_prefix], draft + machinery)
     show(f"cost curve at prefix {curve_prefix}: {curve}")
     nodes, prefix = _round_nodes(settings.nodes), settings.prefixes[0]
-    parts = (
-        bench.pass_time(bench.tree(nodes), jnp.full((settings.batch,), prefix, jnp.int32)) + draft
-    )
     del bench.cache, bench.draft_cache  # the loop makes its own
+    report = Report(
+        layers=layers,
+        full_layers=full_config.num_hidden_layers,
+        batch=settings.batch,
+        steps=steps,
+        draft=draft,
+        draft_floor=draft_floor,
+        machinery=machinery,
+        curve_prefix=curve_prefix,
+        cost_curve=curve,
+        round_nodes=nodes,
+        rounds=None,
+        overhead=None,
+    )
     try:
-        rounds = round_time(
+        rounds = round_times(
             target,
             drafter,
             budget=nodes - 1,
@@ -132,27 +139,22 @@ def run(settings: Settings, rates: Rates, show=print) -> Report:
             repeats=settings.repeats,
         )
     except RuntimeError as error:  # memory, or random weights: what was measured before is kept
-        rounds = {}
         show(f"no round was timed: {error}")
-    for name, each in rounds.items():
-        show(
-            f"a round of {nodes} nodes after {prefix} tokens ({name}): {each:.0f}, "
-            f"{each - parts:.0f} more than a pass and a draft alone"
-        )
-    return Report(
-        layers,
-        full_config.num_hidden_layers,
-        settings.batch,
-        steps,
-        draft,
-        draft_floor,
-        machinery,
-        curve_prefix,
-        curve,
-        nodes,
-        rounds,
-        parts,
+        return report
+    overhead = _overhead(rounds, layers, full_config.num_hidden_layers)
+    loops = ", ".join(f"{name} {each:.0f}" for name, each in rounds.loops.items())
+    show(
+        f"a round of {nodes} nodes after {prefix} tokens: {loops}; on the device {rounds.device:.0f}, "
+        f"its models {rounds.models:.0f}; machinery and gaps at the full depth {overhead:.1%}"
     )
+    return dataclasses.replace(report, rounds=rounds, overhead=overhead)
+
+
+def _overhead(rounds: RoundTimes, layers: int, full_layers: int) -> float:
+    """Share of a round at the full depth that is not its models'; the host's part grows with the layers."""
+    deeper = full_layers / layers
+    extra = rounds.machinery + rounds.gaps * deeper
+    return extra / (rounds.models * deeper + extra)
 
 
 def _round_nodes(sizes: tuple[int, ...]) -> int:
@@ -167,9 +169,8 @@ def measure_curve(target, drafter, settings: Settings) -> CostCurve:
     verify, idle = [], []
     for nodes in settings.nodes:
         tree = bench.tree(nodes)
-        verify.append(bench.pass_time(tree, lengths))
-        alone = dataclasses.replace(tree, num_nodes=jnp.ones_like(tree.num_nodes))
-        idle.append(bench.pass_time(alone, lengths))
+        verify.append(bench.pass_time(tree, lengths)[0])
+        idle.append(bench.pass_time(_roots_alone(tree), lengths)[0])
     draft, _, machinery = bench.round_extras()
     return _curve(settings.nodes, verify, idle, draft + machinery)
 
@@ -215,17 +216,8 @@ def _line(step: Step) -> str:
     for times, floors in ((step.times, step.floors), (step.full_times, step.full_floors)):
         columns.append((sum(times.values()), sum(floors.values()) if floors else None))
     cells += [f"{t:.0f}" + ("" if floor is None else f" [{floor:.0f}]") for t, floor in columns]
-    return "".join(f"{cell:>24}" for cell in cells)
-
-
-def _jit(function, **options):
-    """`jax.jit` for XLA's best on this device, of which nothing is asked before the first call."""
-
-    @functools.cache
-    def jitted():
-        return jax.jit(function, compiler_options=compile_options(), **options)
-
-    return functools.wraps(function)(lambda *args, **kwargs: jitted()(*args, **kwargs))
+    line = "".join(f"{cell:>20}" for cell in cells)
+    return f"{line}   {step.touched:.0f} experts a layer"
 
 
 class _Bench:
@@ -238,42 +230,44 @@ class _Bench:
         self.cache = target.init_cache(settings.batch, rows)
         # Copies, since all its arrays start as one: a buffer can be donated but once.
         self.draft_cache = jax.tree.map(jnp.copy, drafter.init_cache(settings.batch, rows))
+        self._pass = TimedLoop(functools.partial(step_stages.verify, taps=drafter.taps))
+        self._stages = {
+            name: TimedLoop(step)
+            for name, step in [
+                ("projections", step_stages.projections),
+                ("verify_attn", step_stages.attention),
+                ("experts", step_stages.experts),
+                ("head", step_stages.head),
+            ]
+        }
 
     def step(self, nodes: int, prefix: int, full_config) -> Step:
         settings, config, target = self.settings, self.config, self.target
         lengths = jnp.full((settings.batch,), prefix, jnp.int32)
         tree = self.tree(nodes)
-        whole = self.pass_time(tree, lengths)
-        alone = dataclasses.replace(tree, num_nodes=jnp.ones_like(tree.num_nodes))
-        idle = self.pass_time(alone, lengths)
+        idle, _ = self.pass_time(_roots_alone(tree), lengths)
+        whole, ids = self.pass_time(tree, lengths)
 
         x = _normal((settings.batch, nodes, config.hidden_size), nodes)
         query = _normal((settings.batch, nodes, config.num_attention_heads, 576), nodes + 1)
         rows = settings.batch * nodes
-        mixtures = [layer for layer in target.layers if layer.is_moe]
-        ids = _routing(len(mixtures), rows, config)
         shares = jnp.full((rows, config.num_experts_per_tok), 0.3, jnp.float32)
-        flat = x.reshape(rows, -1)
         times = {
-            "projections": self._time(_projections, target, x),
-            "verify_attn": self._time(_attention, query, self.cache, lengths, tree),
-            "experts": self._time(_experts, target, flat, ids, shares),
-            "head": self._time(_head, target, x),
+            "projections": self._time("projections", x),
+            "verify_attn": self._attention_time(query, lengths, tree),
+            "experts": self._time("experts", x.reshape(rows, -1), ids, shares),
+            "head": self._time("head", x),
         }
         times["rest"] = whole - sum(times.values())
         floors = self._floors(nodes, prefix, ids)
-        scale = functools.partial(_at_full_depth, layers=len(target.layers), full=full_config)
-        full_times = scale(times, mixtures=len(mixtures))
-        full_idle = idle * sum(full_times.values()) / max(sum(times.values()), 1e-9)
-        return Step(
-            nodes,
-            prefix,
-            full_idle,
-            times,
-            floors,
-            full_times,
-            scale(floors, mixtures=len(mixtures)),
+        scale = functools.partial(
+            _at_full_depth, layers=len(target.layers), mixtures=len(ids), full=full_config
         )
+        full_times = scale(times)
+        # What more nodes than the root cost beyond their rows is experts.
+        full_idle = sum(full_times.values()) - scale({"experts": whole - idle})["experts"]
+        touched = float(np.mean([len(np.unique(one)) for one in np.asarray(ids)]))
+        return Step(nodes, prefix, touched, full_idle, times, floors, full_times, scale(floors))
 
     def _floors(self, nodes: int, prefix: int, ids) -> dict[str, float]:
         """Of each stage, or none on a CPU, of which a GPU's rates say nothing."""
@@ -310,34 +304,25 @@ class _Bench:
             (settings.batch, drafter.block_size, len(drafter.taps) * self.config.hidden_size), 6
         )
 
-        def propose():
-            best, self.draft_cache = _draft(
-                target, drafter, self.draft_cache, roots, lengths, features
-            )
-            return best
-
-        draft = _median(propose, settings.repeats)
+        draft, self.draft_cache = TimedLoop(step_stages.draft)(
+            (target, drafter),
+            self.draft_cache,
+            *(roots, lengths, features),
+            repeats=settings.repeats,
+        )
         floor = step_floors.product(drafter, settings.batch * drafter.block_size, self.rates)
         floor += step_floors.product(
             target.lm_head, settings.batch * drafter.block_size, self.rates
         )
         curve = CostCurve(tuple(settings.nodes), tuple(map(float, settings.nodes)))
-        trees = _jit(functools.partial(_trees, nodes=nodes, curve=curve))
-        times = [self._time(trees, logits.astype(jnp.float32), roots)]
-        tree = self.tree(nodes)
-
-        def commit(cache):
-            path = tree_accept(tree, tree.tokens)
-            return path, commit_path(cache, path, lengths)
-
-        commit = _jit(commit, donate_argnums=0)
-
-        def update():
-            path, self.cache = commit(self.cache)
-            return path.num_emitted
-
-        times.append(_median(update, settings.repeats))
-        return draft, floor, sum(times)
+        build = functools.partial(step_stages.trees, nodes=nodes, curve=curve)
+        building, _ = TimedLoop(build)(
+            (), (), logits.astype(jnp.float32), roots, repeats=settings.repeats
+        )
+        committing, self.cache = TimedLoop(step_stages.commit)(
+            (), self.cache, self.tree(nodes), lengths, repeats=settings.repeats
+        )
+        return draft, floor, building + committing
 
     def tree(self, nodes: int):
         depth, budget = self.drafter.block_size - 1, nodes - 1
@@ -346,17 +331,27 @@ class _Bench:
         roots = jnp.zeros((self.settings.batch,), jnp.int32)
         return tree_build(*draft_topk(logits, k), roots, budget=budget, keep_spine=True)
 
-    def pass_time(self, tree, lengths) -> float:
-        def update():
-            chosen, self.cache = _verify(
-                self.target, self.cache, lengths, tree, taps=self.drafter.taps
-            )
-            return chosen
+    def pass_time(self, tree, lengths) -> tuple[float, jax.Array]:
+        """Microseconds of a verify pass, and the experts that its nodes went to."""
+        state = self.cache, step_stages.no_routes(self.target, tree.tokens.size)
+        time, (self.cache, ids) = self._pass(
+            (self.target,), state, lengths, tree, repeats=self.settings.repeats
+        )
+        return time, ids
 
-        return _median(update, self.settings.repeats)
+    def _attention_time(self, query, lengths, tree) -> float:
+        time, self.cache = self._stages["verify_attn"](
+            (), self.cache, query, lengths, tree, repeats=self.settings.repeats
+        )
+        return time
 
-    def _time(self, function, *operands) -> float:
-        return _median(lambda: function(*operands), self.settings.repeats)
+    def _time(self, stage, *operands) -> float:
+        repeats = self.settings.repeats
+        return self._stages[stage]((self.target,), (), *operands, repeats=repeats)[0]
+
+
+def _roots_alone(tree):
+    return dataclasses.replace(tree, num_nodes=jnp.ones_like(tree.num_nodes))
 
 
 def _at_full_depth(
@@ -369,79 +364,5 @@ def _at_full_depth(
     return {name: time * factors.get(name, deep / layers) for name, time in stages.items()}
 
 
-@functools.partial(_jit, donate_argnums=1, static_argnames="taps")
-def _verify(target, cache, lengths, tree, *, taps):
-    hidden, features, cache = target.verify(tree, cache, lengths, taps=taps)
-    return (jnp.argmax(target.head(hidden), axis=-1), features), cache
-
-
-@_jit
-def _projections(target, x):
-    batch, nodes, _ = x.shape
-    angles = jnp.zeros((batch, nodes, 32), x.dtype)
-    cos, sin = jnp.cos(angles), jnp.sin(angles)
-    kept = []
-    for layer in target.layers:
-        rows = layer.self_attn.latents(x, cos, sin)
-        query = layer.self_attn.absorbed_queries(x, cos, sin)
-        kept.append(rows)
-        x = x + layer.self_attn.project(query[..., :512])
-    return x, kept
-
-
-@_jit
-def _attention(query, cache, lengths, tree):
-    layers = range(cache.shape[0])
-    return [verify_attn(query, cache, lengths, tree, scale=0.1447, layer=i) for i in layers]
-
-
-@_jit
-def _experts(target, x, ids, shares):
-    mixtures = [layer.mlp.experts for layer in target.layers if layer.is_moe]
-    return [expert_mlp(x, one, shares, layer) for one, layer in zip(ids, mixtures, strict=True)]
-
-
-@_jit
-def _head(target, x):
-    return jnp.argmax(target.head(x), axis=-1)
-
-
-@functools.partial(_jit, donate_argnums=2)
-def _draft(target, drafter, cache, roots, lengths, features):
-    """What a round asks of the drafter: a draft, and the accepted positions appended to its context."""
-    logits = drafter.draft(target, cache, roots, lengths)
-    counts = jnp.full_like(lengths, features.shape[1])
-    return jnp.max(logits, axis=-1), drafter.extend(cache, features, lengths, counts)
-
-
-def _trees(logits, roots, *, nodes, curve):
-    k = min(max(nodes - 1, 1), logits.shape[-1])
-    candidates = draft_topk(logits, k)
-    best = tree_build(*candidates, roots, budget=nodes - 1)
-    budgets, _ = node_budgets(best.log_probs, best.num_nodes, curve)
-    return tree_build(*candidates, roots, budget=nodes - 1, budgets=budgets, keep_spine=True)
-
-
-def _median(call, repeats: int, least: float = 0.02) -> float:
-    """Median microseconds of a call, of runs of as many calls as take `least` seconds, queued one on another."""
-
-    def seconds(count):
-        start = time.perf_counter()
-        for _ in range(count):
-            last = call()
-        jax.block_until_ready(last)
-        return time.perf_counter() - start
-
-    seconds(2)  # compiles; the second call may still capture a graph
-    count = max(2, int(least / max(seconds(2) / 2, 1e-7)))
-    return float(np.median([seconds(count) / count for _ in range(repeats)]) * 1e6)
-
-
 def _normal(shape, seed):
     return jax.random.normal(jax.random.key(seed), shape, jnp.bfloat16)
-
-
-def _routing(mixtures: int, rows: int, config) -> jax.Array:
-    """Ids i32[mixtures, rows, k], each row's drawn without repetition."""
-    noise = jax.random.uniform(jax.random.key(3), (mixtures, rows, config.n_routed_experts))
-    return jax.lax.top_k(noise, config.num_experts_per_tok)[1].astype(jnp.int32)

@@ -9,11 +9,14 @@ import subprocess
 import sys
 import types
 
-import compile_options
+import jax
+import jax.numpy as jnp
+import loop_time
 import numpy as np
 import programs
 import pytest
 import quick_compile
+import round_time
 import step_floors
 import step_model
 import step_suite
@@ -52,15 +55,42 @@ def test_floors(monkeypatch):
     assert short == pytest.approx(8193 * 1152 / 4.42e12 * 1e6)
 
 
-def test_importing_asks_no_device(monkeypatch):
+def test_no_device_is_asked_before_the_first_call(monkeypatch):
     def ask():
         raise AssertionError("asked")
 
-    monkeypatch.setattr(compile_options, "compile_options", ask)
+    monkeypatch.setattr(loop_time, "compile_options", ask)
     monkeypatch.delitem(sys.modules, "step_suite")
-    fresh = importlib.import_module("step_suite")
+    importlib.import_module("step_suite")
+    loop = loop_time.TimedLoop(lambda held, state: ((), state))
     with pytest.raises(AssertionError, match="asked"):
-        fresh._head(None, None)
+        loop((), (), repeats=1)
+
+
+@pytest.mark.parametrize("known", [False, True])
+def test_a_timed_loop_takes_every_step(known):
+    """The state has gone through as many steps as were asked for, each with what is held and the operands."""
+    counts = []
+
+    def step(held, state, x):
+        jax.debug.callback(lambda: counts.append(1))
+        return jnp.sin(x), state + held * x
+
+    loop = loop_time.TimedLoop(step, known=known, rounds=(2, 5))
+    time, state = loop(jnp.float32(2), jnp.float32(1), jnp.float32(3), repeats=2, least=-1.0)
+    jax.effects_barrier()
+    assert len(counts) == 3 * 7 + 7 + 2 * 7
+    assert float(state) == 1 + 6 * len(counts) and np.isfinite(time)
+
+
+def test_random_packed_words_have_no_mean():
+    """With -8 among them a number is -1/2 in the mean, and after a few layers all tokens go to the same experts."""
+    words = np.asarray(step_model.random_experts(4, 64, 32)[0]).view(np.uint32)
+    numbers = (words[..., None] >> np.arange(0, 32, 4, dtype=np.uint32) & 15).astype(int) - 8
+    counts = np.bincount(numbers.ravel() + 8, minlength=16) / numbers.size
+    # 16,384 draws: a share of 1/16 deviates by 0.002.
+    assert counts[0] == 0 and counts[8] == pytest.approx(2 / 16, abs=0.015)
+    assert counts[[*range(1, 8), *range(9, 16)]] == pytest.approx(1 / 16, abs=0.012)
 
 
 def test_caches_have_room_for_a_tree_and_for_a_block():
@@ -72,7 +102,7 @@ def test_caches_have_room_for_a_tree_and_for_a_block():
 
 def test_a_curve_never_falls():
     steps = [
-        step_suite.Step(nodes, 64, idle, {}, {}, {"experts": verify}, {})
+        step_suite.Step(nodes, 64, 1.0, idle, {}, {}, {"experts": verify}, {})
         for nodes, idle, verify in [(9, 2.0, 5.0), (1, 3.0, 3.5), (4, 2.5, 2.0)]
     ]
     curve = step_suite.cost_curve(steps, draft=1.5)
@@ -97,6 +127,8 @@ def test_step_suite(tmp_path):
         times, full = step["times"], step["full_times"]
         assert set(times) == set(step_suite.STAGES)
         assert sum(times.values()) > 0 and not step["floors"]
+        # Each node goes to two of eight experts.
+        assert 2 <= step["touched"] <= min(2 * step["nodes"], 8)
         # Of four layers, of which three are mixtures, two with one mixture were there.
         assert full["head"] == times["head"]
         assert full["verify_attn"] == pytest.approx(2 * times["verify_attn"])
@@ -107,9 +139,20 @@ def test_step_suite(tmp_path):
     assert curve.verify[0] == pytest.approx(
         max(sum(report["steps"][0]["full_times"].values()), curve.idle[0])
     )
-    assert report["round_nodes"] == 4 and set(report["round_times"]) == {"default"}
-    # A round holds a pass and a draft; other work on the machine moves either.
-    assert report["round_times"]["default"] > report["round_parts"] / 3 > 0
+    rounds = report["rounds"]
+    assert report["round_nodes"] == 4 and set(rounds["loops"]) == {"default"}
+    # A round holds its models; other work on the machine moves either.
+    assert rounds["loops"]["default"] > rounds["models"] / 3 > 0
+    assert rounds["device"] > rounds["models"] / 3
+    assert 0 <= report["overhead"] < 1
+
+
+def test_overhead_at_full_depth():
+    rounds = round_time.RoundTimes({"default": 1080.0, "one graph": 1030.0}, 1040.0, 1000.0)
+    # Four times the layers: models 4000, the host 200, the tree's own kernels 40 as before.
+    assert step_suite._overhead(rounds, 15, 60) == pytest.approx(240 / 4240)
+    alone = round_time.RoundTimes({"default": 1080.0}, 990.0, 1000.0)
+    assert step_suite._overhead(alone, 15, 60) == 0
 
 
 def test_curve_suite(tmp_path):

@@ -158,18 +158,17 @@ def _step(full, device, nodes, prefixes):
 
 def _curve(device, nodes, prefixes):
     """The suite "curve"."""
-    import jax
     import step_suite
+    from dtypes import dtypes
 
     from ddtree_jax import models
     from ddtree_jax.models import demo
 
     if (_CHECKPOINT.value is None) != (_DRAFTER.value is None):
         raise ValueError("--checkpoint and --drafter go together")
-    on_cpu = jax.default_backend() == "cpu"
-    dtype = _DTYPE.value or ("float32" if on_cpu else "bfloat16")
-    target = models.load_target(_CHECKPOINT.value or demo.TARGET, dtype=dtype)
-    drafter = models.load_drafter(_DRAFTER.value or demo.DRAFTER, target, dtype=dtype)
+    kinds = dtypes(_DTYPE.value)
+    target = models.load_target(_CHECKPOINT.value or demo.TARGET, **kinds)
+    drafter = models.load_drafter(_DRAFTER.value or demo.DRAFTER, target, **kinds)
     prefix = prefixes[0] if prefixes else 160
     if prefix + nodes[-1] > target.max_context:
         raise ValueError(
@@ -185,7 +184,7 @@ def _curve(device, nodes, prefixes):
         repeats=_REPEATS.value,
     )
     curve = step_suite.measure_curve(target, drafter, settings)
-    print(f"{device}, {dtype}, prefix {prefix}, microseconds: {curve}")
+    print(f"{device}, {target.dtype.name}, prefix {prefix}, microseconds: {curve}")
     _write_json(device, {"prefix": prefix, "cost_curve": dataclasses.asdict(curve)})
 
 

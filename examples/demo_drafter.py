@@ -139,7 +139,8 @@ def train(
     Returns:
       graphdef and f32 parameters of a `DFlashDrafter`.
     """
-    drafter = DFlashDrafter(config, dtype=jnp.float32, rngs=nnx.Rngs(seed))
+    kinds = {"dtype": jnp.bfloat16, "param_dtype": jnp.float32}
+    drafter = DFlashDrafter(config, **kinds, rngs=nnx.Rngs(seed))
     graphdef, params = nnx.split(drafter)
     moments = optimizer(_WEIGHT_DECAY).init(params)
     key = jax.random.key(seed)

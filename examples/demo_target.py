@@ -191,7 +191,8 @@ def train(
       graphdef and f32 parameters of a `KimiK26` with float experts; round the experts with
       `compute_params(params, True)`.
     """
-    model = KimiK26(config, dtype=jnp.float32, rngs=nnx.Rngs(seed), experts="float")
+    kinds = {"dtype": jnp.bfloat16, "param_dtype": jnp.float32}
+    model = KimiK26(config, **kinds, rngs=nnx.Rngs(seed), experts="float")
     graphdef, params = nnx.split(model)
     moments = optimizer(_WEIGHT_DECAY).init(params)
     key = jax.random.key(seed)

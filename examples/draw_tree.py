@@ -41,6 +41,7 @@ def _run():
 
     import jax
     import numpy as np
+    from dtypes import dtypes
     from rich.console import Console
     from tree_picture import picture
 
@@ -48,14 +49,14 @@ def _run():
     from ddtree_jax import decode, models
     from ddtree_jax.models import demo
 
-    dtype = _DTYPE.value or ("float32" if jax.default_backend() == "cpu" else "bfloat16")
+    kinds = dtypes(_DTYPE.value)
     folder = _CHECKPOINT.value or demo.TARGET
     tokenizer = models.load_tokenizer(folder)
     prompt = tokenizer.encode(demo.prompts()[0] if _PROMPT.value is None else _PROMPT.value)
     if not prompt:
         raise ValueError("the prompt is empty: give it some text")
-    target = models.load_target(folder, dtype=dtype)
-    drafter = models.load_drafter(_DRAFTER.value or demo.DRAFTER, target, dtype=dtype)
+    target = models.load_target(folder, **kinds)
+    drafter = models.load_drafter(_DRAFTER.value or demo.DRAFTER, target, **kinds)
     config = ddtree_jax.DecodeConfig(
         budget=_BUDGET.value,
         keep_spine=_SPINE.value,

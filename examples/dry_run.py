@@ -20,10 +20,11 @@ def device_bytes(device) -> int:
 def report(
     target_path,
     drafter_path,
-    dtype: str,
     devices: int,
     each: int,
     *,
+    dtype: str,
+    param_dtype: str | None = None,
     mesh: bool = False,
     cache_dtype: str | None = None,
 ) -> str:
@@ -31,9 +32,10 @@ def report(
 
     Args:
       target_path, drafter_path: folders; no drafter counts none.
-      dtype: of everything but packed experts.
       devices: how many.
       each: bytes of one.
+      dtype: of the arithmetic.
+      param_dtype: of everything but packed experts, as `load_target` takes it; `dtype` by default.
       mesh: count with what `--mesh` keeps whole on every device; else weights are split evenly.
       cache_dtype: of the target's cache; `dtype` by default.
 
@@ -42,11 +44,13 @@ def report(
     """
     if devices < 1 or each < 1:
         raise ValueError(f"--devices and --device_gb must be above 0, not {devices} and {each}")
-    size = footprint(target_path, drafter_path, dtype=dtype, cache_dtype=cache_dtype)
+    kinds = {"dtype": dtype, "param_dtype": param_dtype, "cache_dtype": cache_dtype}
+    size = footprint(target_path, drafter_path, **kinds)
+    held = "as stored" if param_dtype == "stored" else param_dtype or dtype
     share = size.per_device(devices, mesh=mesh)
     contexts = [size.context(devices, each, batch=batch, mesh=mesh) for batch in _BATCHES]
     lines = [
-        f"routed experts {_gb(size.experts)}, rest of the target {_gb(size.rest)} ({dtype}), "
+        f"routed experts {_gb(size.experts)}, rest of the target {_gb(size.rest)} ({held}), "
         f"drafter {_gb(size.drafter)}: {_gb(size.weights)}",
         f"caches: {size.row:,} bytes a position of a request (latents in {cache_dtype or dtype})",
         f"{devices} x {_gb(each)}: {_gb(share)} of weights on each, {_gb(RESERVE)} kept back",

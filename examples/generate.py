@@ -52,6 +52,13 @@ _DTYPE = flags.DEFINE_enum(
     ["float32", "bfloat16"],
     "Arithmetic; float32 (in full, no TF32) on a CPU, bfloat16 elsewhere.",
 )
+_PARAM_DTYPE = flags.DEFINE_enum(
+    "param_dtype",
+    None,
+    ["float32", "bfloat16", "stored"],
+    "Weights, packed experts aside: stored keeps what is bfloat16 in the checkpoint so, all else is --dtype's. Stored "
+    "for float32 on a CPU that has a kernel for it, else --dtype's.",
+)
 _CACHE_DTYPE = flags.DEFINE_enum(
     "cache_dtype",
     None,
@@ -112,6 +119,8 @@ def _run():
 
     if _CACHE.value:
         _keep_compiled_programs(jax, os.path.expanduser(_CACHE.value))
+    from dtypes import dtypes
+
     import ddtree_jax
     from ddtree_jax import models
     from ddtree_jax.models import demo
@@ -127,7 +136,7 @@ def _run():
         raise ValueError("--checkpoint needs --drafter DIR beside it, or --mode=ar")
 
     on_cpu = jax.default_backend() == "cpu"
-    dtype = _DTYPE.value or ("float32" if on_cpu else "bfloat16")
+    kinds = dtypes(_DTYPE.value, _PARAM_DTYPE.value)
     if _DRY_RUN.value:
         import dry_run
 
@@ -147,15 +156,15 @@ def _run():
             dry_run.report(
                 target_path,
                 drafter_path,
-                dtype,
                 devices,
                 each,
                 mesh=on_mesh,
                 cache_dtype=_CACHE_DTYPE.value,
+                **kinds,
             )
         )
         return
-    if dtype == "float32":
+    if kinds["dtype"] == "float32":
         # A GPU's own default is TF32, which keeps 10 bits of a number and not 23.
         jax.config.update("jax_default_matmul_precision", "highest")
     mesh = _mesh(jax, _MESH.value)
@@ -163,8 +172,8 @@ def _run():
         _check_split(target_path, mesh.size)
     tokenizer = models.load_tokenizer(target_path)
     prompts, texts = _prompts(tokenizer, from_demo)
-    target = models.load_target(target_path, mesh=mesh, dtype=dtype, cache_dtype=_CACHE_DTYPE.value)
-    drafter = models.load_drafter(drafter_path, target, dtype=dtype) if needs_drafter else None
+    target = models.load_target(target_path, mesh=mesh, cache_dtype=_CACHE_DTYPE.value, **kinds)
+    drafter = models.load_drafter(drafter_path, target, **kinds) if needs_drafter else None
     # The demo's curve is of its own drafter, all in float32, for one request at a time on one device.
     is_of_the_curve = from_demo and _DRAFTER.value is None and on_cpu and mesh is None
     is_of_the_curve &= target.dtype == target.cache_dtype == "float32"

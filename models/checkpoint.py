@@ -21,6 +21,7 @@ from .config import DFlashConfig, KimiK26Config
 from .dflash import DFlashDrafter
 from .huge_pages import use_huge_pages
 from .kimi_k26 import KimiK26
+from .layers import float_dtype
 from .layout import Path, Rule, Source, drafter_rules, target_rules
 from .placement import Placement
 from .sharding import ShardingRules
@@ -48,13 +49,14 @@ def load_target(
     *,
     mesh=None,
     dtype=None,
+    param_dtype=None,
     rules: ShardingRules | None = None,
     cache_dtype=None,
     cache_scale: tuple[float, ...] | None = None,
 ) -> KimiK26:
     """Loads a folder of Kimi K2, K2-Thinking, K2.5 or K2.6, or a DeepSeek-V3 one as transformers writes it.
 
-    Routed experts in packed int4 or in fp8 stay so; other layers in fp8 become `dtype`. Vision tensors
+    Routed experts in packed int4 or in fp8 stay so; other layers in fp8 become floats. Vision tensors
     and multi-token prediction layers are skipped.
 
     Args:
@@ -62,7 +64,11 @@ def load_target(
       mesh: a `jax.sharding.Mesh` of `Auto` axes; each parameter goes to its sharding at once, and a
         process reads what its own devices hold. The target keeps it in `placement`: each device runs
         the kernels on its own experts and heads, and every device holds the caches. None is one device.
-      dtype: "float32" or "bfloat16" for all other parameters; the checkpoint's own by default.
+      dtype: "float32" or "bfloat16" for the arithmetic; the checkpoint's own by default.
+      param_dtype: of all parameters but packed experts and the router's bias: "float32" or "bfloat16", to which
+        other numbers are rounded, or "stored": what is stored in bfloat16 stays so, all else becomes `dtype`, so
+        that no weight has another value than in `dtype`, and none takes more memory than it must. `dtype` by
+        default.
       rules: which axes of the parameters lie on which axis of the mesh.
       cache_dtype: of the latent cache, "float8_e4m3fn" for half of bfloat16's bytes; `dtype` by default.
       cache_scale: for such a cache, what its numbers are multiplied with, one for each layer
@@ -72,7 +78,7 @@ def load_target(
       FileNotFoundError: the folder, its config.json, its weights or a shard is missing.
       ValueError: anything in them that does not fit; the message names file, tensor and remedy.
     """
-    wanted = _dtype_argument(dtype)
+    wanted, held = _dtype_arguments(dtype, param_dtype)
     config = KimiK26Config.from_json(_folder(path))
 
     def canonical(name: str) -> str | None:
@@ -93,37 +99,42 @@ def load_target(
     dtype = wanted or _stored_dtype(tensors, "model.embed_tokens.weight")
     placement = None if mesh is None else Placement(mesh, rules or ShardingRules())
     cache = {"cache_dtype": cache_dtype, "cache_scale": cache_scale}
-    target = nnx.eval_shape(lambda: KimiK26(config, dtype=dtype, placement=placement, **cache))
+    kinds, wide = _kinds(dtype, held)
+    target = nnx.eval_shape(lambda: KimiK26(config, placement=placement, **kinds, **cache))
     shardings = {} if placement is None else placement.rules.shardings(target, mesh)
-    _fill(target, target_rules(target, tensors.names), tensors, shardings)
+    _fill(target, target_rules(target, tensors.names), tensors, shardings, wide)
     return target
 
 
-def load_drafter(path: str | os.PathLike, target: KimiK26, *, dtype=None) -> DFlashDrafter:
+def load_drafter(
+    path: str | os.PathLike, target: KimiK26, *, dtype=None, param_dtype=None
+) -> DFlashDrafter:
     """Loads a DFlash drafter's folder for `target`.
 
     Args:
       path: the folder.
       target: the loaded target; width, vocabulary and depth must be those that the drafter was made
         for. Each device of its mesh gets the whole drafter.
-      dtype: "float32" or "bfloat16"; the checkpoint's own by default.
+      dtype: "float32" or "bfloat16" for the arithmetic; the checkpoint's own by default.
+      param_dtype: of the parameters, as `load_target` takes it.
 
     Raises:
       FileNotFoundError: the folder, its config.json, its weights or a shard is missing.
       ValueError: anything in them that does not fit, or fits another target.
     """
-    wanted = _dtype_argument(dtype)
+    wanted, held = _dtype_arguments(dtype, param_dtype)
     config = DFlashConfig.from_json(_folder(path))
     check_pair(path, config, target.hidden_size, target.vocab_size, target.num_layers)
     tensors = Tensors(path, lambda name: name.removeprefix("model."))
     dtype = wanted or _stored_dtype(tensors, "fc.weight")
-    drafter = nnx.eval_shape(lambda: DFlashDrafter(config, dtype=dtype))
+    kinds, wide = _kinds(dtype, held)
+    drafter = nnx.eval_shape(lambda: DFlashDrafter(config, **kinds))
     shardings = {}
     placement = getattr(target, "placement", None)  # What is asked of a target are its sizes.
     if placement is not None:
         paths = (path for path, _ in nnx.to_flat_state(nnx.state(drafter)))
         shardings = dict.fromkeys(paths, placement.whole)
-    _fill(drafter, drafter_rules(drafter), tensors, shardings)
+    _fill(drafter, drafter_rules(drafter), tensors, shardings, wide)
     return drafter
 
 
@@ -156,8 +167,13 @@ def check_pair(
             )
 
 
-def _fill(model: nnx.Module, rules: list[Rule], tensors: Tensors, shardings: dict[Path, Any]):
-    """Puts the checkpoint's values into an abstract model."""
+def _fill(model: nnx.Module, rules: list[Rule], tensors: Tensors, shardings: dict[Path, Any], wide):
+    """Puts the checkpoint's values into an abstract model.
+
+    Args:
+      model, rules, tensors, shardings: what to fill, from what, and where to lay it.
+      wide: dtype of the parameters that the model has in bfloat16 and the checkpoint has not; None for the model's.
+    """
     total = 0
     for rule in rules:
         tensors.check(rule.sources)
@@ -176,15 +192,22 @@ def _fill(model: nnx.Module, rules: list[Rule], tensors: Tensors, shardings: dic
             for name, expected in rule.constants.items():
                 if name in tensors.names and tuple(tensors.take(name).tolist()) != expected:
                     raise ValueError(f"{tensors.folder}: the tensor {name!r} should say {expected}")
+            dtype = slots[rule.paths[0]].dtype  # of all of them
+            if wide is not None and dtype == jnp.bfloat16 and not _is_bfloat16(rule, tensors):
+                dtype = wide
             # Read one by one into the stack: beside it there are one expert's tensor and the
             # stack's copy on the device.
-            arrays = rule.load(_OnDemand(tensors, rule.sources, slots[rule.paths[0]].dtype, bar))
+            arrays = rule.load(_OnDemand(tensors, rule.sources, dtype, bar))
             for path, array in zip(rule.paths, arrays, strict=True):
-                placed = _put(array, slots[path].dtype, shardings.get(path))
+                placed = _put(array, dtype, shardings.get(path))
                 # A transfer holds what it reads from: the next is not read beside it.
                 slots[path].set_value(jax.block_until_ready(placed))
             del arrays, array
     use_huge_pages(slot[...] for slot in slots.values())
+
+
+def _is_bfloat16(rule: Rule, tensors: Tensors) -> bool:
+    return all(tensors.dtype(source.name) == "BF16" for source in rule.sources)
 
 
 def _put(array, dtype, sharding) -> jax.Array:
@@ -244,15 +267,20 @@ def _folder(path: str | os.PathLike) -> str:
     return path
 
 
-def _dtype_argument(dtype):
-    if dtype is None:
-        return None
-    if isinstance(dtype, str) and dtype not in ("float32", "bfloat16"):
-        raise ValueError(f"dtype must be 'float32' or 'bfloat16', not {dtype!r}")
-    dtype = jnp.dtype(dtype)
-    if dtype not in (jnp.float32, jnp.bfloat16):
-        raise ValueError(f"dtype must be 'float32' or 'bfloat16', not {dtype}")
-    return dtype
+def _dtype_arguments(dtype, param_dtype):
+    """Both checked, before anything is read."""
+    if dtype is not None:
+        dtype = float_dtype("dtype", dtype)
+    if param_dtype is not None:
+        param_dtype = float_dtype("param_dtype", param_dtype, also=("stored",))
+    return dtype, param_dtype
+
+
+def _kinds(dtype, param_dtype):
+    """The dtypes that a model is made with, and `_fill`'s `wide`."""
+    if param_dtype == "stored":
+        return {"dtype": dtype, "param_dtype": jnp.bfloat16}, dtype
+    return {"dtype": dtype, "param_dtype": param_dtype}, None
 
 
 def _stored_dtype(tensors: Tensors, name: str):

@@ -14,23 +14,25 @@ from flax import nnx
 
 from . import rope
 from .config import DFlashConfig
-from .layers import MLP, Linear, RMSNorm
+from .layers import MLP, Linear, RMSNorm, float_dtype
 
 
 class DraftAttention(nnx.Module):
     """Grouped-query attention of the block over the context and itself."""
 
-    def __init__(self, config: DFlashConfig, *, dtype, rngs: nnx.Rngs | None):
+    def __init__(self, config: DFlashConfig, *, param_dtype, rngs: nnx.Rngs | None):
         def linear(inputs, outputs):
-            return Linear(inputs, outputs, dtype=dtype, rngs=rngs, std=config.initializer_range)
+            return Linear(
+                inputs, outputs, param_dtype=param_dtype, rngs=rngs, std=config.initializer_range
+            )
 
         size, dim = config.hidden_size, config.head_dim
         self.q_proj = linear(size, config.num_attention_heads * dim)
         self.k_proj = linear(size, config.num_key_value_heads * dim)
         self.v_proj = linear(size, config.num_key_value_heads * dim)
         self.o_proj = linear(config.num_attention_heads * dim, size)
-        self.q_norm = RMSNorm(dim, config.rms_norm_eps, dtype=dtype)
-        self.k_norm = RMSNorm(dim, config.rms_norm_eps, dtype=dtype)
+        self.q_norm = RMSNorm(dim, config.rms_norm_eps, param_dtype=param_dtype)
+        self.k_norm = RMSNorm(dim, config.rms_norm_eps, param_dtype=param_dtype)
         self.config = config
 
     def keys_values(
@@ -87,16 +89,18 @@ class DraftAttention(nnx.Module):
 class DraftDecoderLayer(nnx.Module):
     """Pre-norm attention and pre-norm MLP, each with a residual."""
 
-    def __init__(self, config: DFlashConfig, *, dtype, rngs: nnx.Rngs | None):
-        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype=dtype)
-        self.self_attn = DraftAttention(config, dtype=dtype, rngs=rngs)
+    def __init__(self, config: DFlashConfig, *, param_dtype, rngs: nnx.Rngs | None):
+        self.input_layernorm = RMSNorm(
+            config.hidden_size, config.rms_norm_eps, param_dtype=param_dtype
+        )
+        self.self_attn = DraftAttention(config, param_dtype=param_dtype, rngs=rngs)
         self.post_attention_layernorm = RMSNorm(
-            config.hidden_size, config.rms_norm_eps, dtype=dtype
+            config.hidden_size, config.rms_norm_eps, param_dtype=param_dtype
         )
         self.mlp = MLP(
             config.hidden_size,
             config.intermediate_size,
-            dtype=dtype,
+            param_dtype=param_dtype,
             rngs=rngs,
             std=config.initializer_range,
         )
@@ -113,24 +117,34 @@ class DFlashDrafter(nnx.Module):
 
     Args:
       config: sizes and constants.
-      dtype: dtype of the parameters and, by them, of the activations.
+      dtype: of the activations and the cache, float32 or bfloat16.
+      param_dtype: of the parameters; `dtype` by default.
       rngs: source of random parameters; without it they are zero.
     """
 
-    def __init__(self, config: DFlashConfig, *, dtype=jnp.bfloat16, rngs: nnx.Rngs | None = None):
+    def __init__(
+        self,
+        config: DFlashConfig,
+        *,
+        dtype=jnp.bfloat16,
+        param_dtype=None,
+        rngs: nnx.Rngs | None = None,
+    ):
+        self.dtype = float_dtype("dtype", dtype)
+        param_dtype = float_dtype("param_dtype", dtype if param_dtype is None else param_dtype)
         self.fc = Linear(
             len(config.taps) * config.hidden_size,
             config.hidden_size,
-            dtype=dtype,
+            param_dtype=param_dtype,
             rngs=rngs,
             std=config.initializer_range,
         )
-        self.hidden_norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype=dtype)
+        self.hidden_norm = RMSNorm(config.hidden_size, config.rms_norm_eps, param_dtype=param_dtype)
         self.layers = nnx.List(
-            DraftDecoderLayer(config, dtype=dtype, rngs=rngs)
+            DraftDecoderLayer(config, param_dtype=param_dtype, rngs=rngs)
             for _ in range(config.num_hidden_layers)
         )
-        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype=dtype)
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, param_dtype=param_dtype)
         self.config = config
 
     @property
@@ -141,11 +155,6 @@ class DFlashDrafter(nnx.Module):
     def taps(self) -> tuple[int, ...]:
         """0-based target layers whose outputs are the features, in order."""
         return self.config.taps
-
-    @property
-    def dtype(self):
-        """Dtype of the parameters."""
-        return self.fc.kernel[...].dtype
 
     def forward(
         self,
@@ -169,10 +178,9 @@ class DFlashDrafter(nnx.Module):
           hidden [B, T, D] after the last norm.
         """
         context = self._fuse(features)
-        dtype = context.dtype
-        far = rope.cos_sin(self.config.rope, self.config.head_dim, feature_positions, dtype)
-        near = rope.cos_sin(self.config.rope, self.config.head_dim, block_positions, dtype)
-        x = block_embeddings.astype(dtype)
+        far = rope.cos_sin(self.config.rope, self.config.head_dim, feature_positions, self.dtype)
+        near = rope.cos_sin(self.config.rope, self.config.head_dim, block_positions, self.dtype)
+        x = block_embeddings.astype(self.dtype)
         for layer in self.layers:
             x = layer(x, *near, layer.self_attn.keys_values(context, *far), mask)
         return self.norm(x)

@@ -108,6 +108,7 @@ def pack_experts(target: KimiK26) -> KimiK26:
     if target.config.experts == "int4" and "float" not in kinds:
         return target
     config = dataclasses.replace(target.config, experts="int4")
+    # Each parameter brings its own dtype along.
     packed = nnx.eval_shape(lambda: KimiK26(config, dtype=target.dtype))
     slots = dict(nnx.to_flat_state(nnx.state(packed)))
     for path, parameter in nnx.to_flat_state(nnx.state(target)):

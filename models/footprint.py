@@ -11,10 +11,11 @@ import jax.numpy as jnp
 from flax import nnx
 
 from .checkpoint import check_pair
-from .config import LATENT_DIM, ROPE_DIM, DFlashConfig, KimiK26Config
+from .config import LATENT_DIM, ROPE_DIM, DFlashConfig, KimiK26Config, read_json
 from .dflash import DFlashDrafter
 from .kimi_k26 import KimiK26, latent_cache_dtype
-from .layout import Path
+from .layers import float_dtype
+from .layout import FP8, Path, target_rules
 from .sharding import logical_axes
 from .tensors import INDEX, read_index
 
@@ -79,6 +80,7 @@ def footprint(
     drafter_path: str | os.PathLike | None = None,
     *,
     dtype="bfloat16",
+    param_dtype=None,
     cache_dtype=None,
 ) -> Footprint:
     """Computes it without reading a weight.
@@ -86,7 +88,9 @@ def footprint(
     Args:
       target_path: a folder with config.json and, if sharded, its index.
       drafter_path: the drafter's folder.
-      dtype: what everything but packed experts is held in, "float32" or "bfloat16".
+      dtype: of the arithmetic, "float32" or "bfloat16".
+      param_dtype: of everything but packed experts, as `load_target` takes it; `dtype` by default. What is stored in
+        bfloat16 is known from config.json, which speaks of all weights at once.
       cache_dtype: of the target's cache, `dtype` by default or "float8_e4m3fn".
 
     Raises:
@@ -96,11 +100,16 @@ def footprint(
     """
     config = KimiK26Config.from_json(target_path)
     _check_index(target_path, config)
-    size = jnp.dtype(dtype).itemsize
+    dtype = float_dtype("dtype", dtype)
+    if param_dtype is not None:
+        param_dtype = float_dtype("param_dtype", param_dtype, also=("stored",))
     experts = rest = whole = 0
-    target = nnx.eval_shape(lambda: KimiK26(config, dtype=jnp.dtype(dtype)))
+    kinds = {"dtype": dtype, "param_dtype": _held(target_path, dtype, param_dtype)}
+    target = nnx.eval_shape(lambda: KimiK26(config, **kinds))
+    widened = _from_fp8(target) if param_dtype == "stored" else ()
     for path, parameter in nnx.to_flat_state(nnx.state(target)):
-        nbytes = math.prod(parameter.shape) * jnp.dtype(parameter.dtype).itemsize
+        itemsize = (dtype if path in widened else jnp.dtype(parameter.dtype)).itemsize
+        nbytes = math.prod(parameter.shape) * itemsize
         if _is_expert(path):
             experts += nbytes
         else:
@@ -114,12 +123,35 @@ def footprint(
         check_pair(
             drafter_path, draft, config.hidden_size, config.vocab_size, config.num_hidden_layers
         )
-        abstract = nnx.eval_shape(lambda: DFlashDrafter(draft, dtype=jnp.dtype(dtype)))
-        drafter = sum(math.prod(p.shape) for _, p in nnx.to_flat_state(nnx.state(abstract))) * size
-        row += draft.num_hidden_layers * 2 * draft.num_key_value_heads * draft.head_dim * size
+        abstract = nnx.eval_shape(lambda: DFlashDrafter(draft, dtype=dtype))
+        numbers = sum(math.prod(p.shape) for _, p in nnx.to_flat_state(nnx.state(abstract)))
+        drafter = numbers * _held(drafter_path, dtype, param_dtype).itemsize
+        row += (
+            draft.num_hidden_layers
+            * 2
+            * draft.num_key_value_heads
+            * draft.head_dim
+            * dtype.itemsize
+        )
     return Footprint(
         experts, rest, whole, drafter, row, config.max_position_embeddings, config.vocab_size
     )
+
+
+def _held(path: str | os.PathLike, dtype, param_dtype):
+    """The dtype of a folder's parameters."""
+    if param_dtype != "stored":
+        return dtype if param_dtype is None else param_dtype
+    values, _ = read_json(path)
+    sections = [values, values.get("text_config") or {}]
+    said = [section.get(name) for section in sections for name in ("dtype", "torch_dtype")]
+    return jnp.dtype(jnp.bfloat16) if "bfloat16" in said else dtype
+
+
+def _from_fp8(target: KimiK26) -> set[Path]:
+    """Parameters that a folder in fp8 stores so, and that are floats here."""
+    rules = (rule for rule in target_rules(target) if rule.sources[0].dtypes != (FP8,))
+    return {path for rule in rules if FP8 in rule.sources[0].dtypes for path in rule.paths}
 
 
 def _is_expert(path: Path) -> bool:

@@ -16,11 +16,10 @@ from flax import nnx
 
 from ddtree_jax.attention import verify_attn
 from ddtree_jax.cache import append_latents
-from ddtree_jax.few_rows import few_rows_dot
 
 from . import rope
 from .config import LATENT_DIM, ROPE_DIM, KimiK26Config
-from .layers import MLP, Linear, RMSNorm, normal
+from .layers import MLP, Linear, RMSNorm, dot, float_dtype, normal
 from .moe import MoE
 from .placement import Placement
 
@@ -31,33 +30,39 @@ _FEW_TOKENS = 40
 class LatentUp(nnx.Module):
     """kv_b_proj in two, for the absorbed form: `k_up [H, qk_nope, 512]`, `v_up [H, 512, v]`."""
 
-    def __init__(self, config: KimiK26Config, *, dtype, rngs: nnx.Rngs | None):
+    def __init__(self, config: KimiK26Config, *, param_dtype, rngs: nnx.Rngs | None):
         heads, std = config.num_attention_heads, config.initializer_range
         self.k_up = nnx.Param(
-            normal((heads, config.qk_nope_head_dim, LATENT_DIM), dtype, rngs, std)
+            normal((heads, config.qk_nope_head_dim, LATENT_DIM), param_dtype, rngs, std)
         )
-        self.v_up = nnx.Param(normal((heads, LATENT_DIM, config.v_head_dim), dtype, rngs, std))
+        self.v_up = nnx.Param(
+            normal((heads, LATENT_DIM, config.v_head_dim), param_dtype, rngs, std)
+        )
 
 
 class Attention(nnx.Module):
     """Multi-head latent attention."""
 
-    def __init__(self, config: KimiK26Config, *, dtype, rngs: nnx.Rngs | None):
+    def __init__(self, config: KimiK26Config, *, param_dtype, rngs: nnx.Rngs | None):
         size, heads = config.hidden_size, config.num_attention_heads
         head_dim = config.qk_nope_head_dim + config.qk_rope_head_dim
 
         def linear(inputs, outputs):
-            return Linear(inputs, outputs, dtype=dtype, rngs=rngs, std=config.initializer_range)
+            return Linear(
+                inputs, outputs, param_dtype=param_dtype, rngs=rngs, std=config.initializer_range
+            )
 
         if config.q_lora_rank is None:
             self.q_proj = linear(size, heads * head_dim)
         else:
             self.q_a_proj = linear(size, config.q_lora_rank)
-            self.q_a_layernorm = RMSNorm(config.q_lora_rank, config.latent_norm_eps, dtype=dtype)
+            self.q_a_layernorm = RMSNorm(
+                config.q_lora_rank, config.latent_norm_eps, param_dtype=param_dtype
+            )
             self.q_b_proj = linear(config.q_lora_rank, heads * head_dim)
         self.kv_a_proj_with_mqa = linear(size, LATENT_DIM + ROPE_DIM)
-        self.kv_a_layernorm = RMSNorm(LATENT_DIM, config.latent_norm_eps, dtype=dtype)
-        self.kv_b_proj = LatentUp(config, dtype=dtype, rngs=rngs)
+        self.kv_a_layernorm = RMSNorm(LATENT_DIM, config.latent_norm_eps, param_dtype=param_dtype)
+        self.kv_b_proj = LatentUp(config, param_dtype=param_dtype, rngs=rngs)
         self.o_proj = linear(heads * config.v_head_dim, size)
         self.config = config
 
@@ -93,8 +98,9 @@ class Attention(nnx.Module):
         """Expanded attention of [B, T, D] over itself; row t sees rows 0 .. t."""
         plain, rotary = self.queries(x, cos, sin)
         latent, shared_key = jnp.split(self.latents(x, cos, sin), [LATENT_DIM], axis=-1)
-        keys = jnp.einsum("btr,hdr->bthd", latent, self.kv_b_proj.k_up[...])
-        values = jnp.einsum("btr,hrv->bthv", latent, self.kv_b_proj.v_up[...])
+        k_up, v_up = (up[...].astype(x.dtype) for up in (self.kv_b_proj.k_up, self.kv_b_proj.v_up))
+        keys = jnp.einsum("btr,hdr->bthd", latent, k_up)
+        values = jnp.einsum("btr,hrv->bthv", latent, v_up)
         scores = jnp.einsum("bthd,bshd->bhts", plain, keys, preferred_element_type=jnp.float32)
         scores += jnp.einsum(
             "bthd,bsd->bhts", rotary, shared_key, preferred_element_type=jnp.float32
@@ -112,7 +118,7 @@ def _per_head(x: jax.Array, kernel: jax.Array) -> jax.Array:
     """
     batch, length, heads, size = x.shape
     rows = x.transpose(2, 0, 1, 3).reshape(heads, batch * length, size)
-    out = few_rows_dot(rows, kernel).reshape(heads, batch, length, kernel.shape[-1])
+    out = dot(rows, kernel).reshape(heads, batch, length, kernel.shape[-1])
     return out.transpose(1, 2, 0, 3)
 
 
@@ -120,21 +126,23 @@ class DecoderLayer(nnx.Module):
     """Pre-norm attention and pre-norm MLP or mixture of experts, each with a residual."""
 
     def __init__(
-        self, config: KimiK26Config, layer: int, *, dtype, rngs: nnx.Rngs | None, experts: str
+        self, config: KimiK26Config, layer: int, *, param_dtype, rngs: nnx.Rngs | None, experts: str
     ):
-        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype=dtype)
-        self.self_attn = Attention(config, dtype=dtype, rngs=rngs)
+        self.input_layernorm = RMSNorm(
+            config.hidden_size, config.rms_norm_eps, param_dtype=param_dtype
+        )
+        self.self_attn = Attention(config, param_dtype=param_dtype, rngs=rngs)
         self.post_attention_layernorm = RMSNorm(
-            config.hidden_size, config.rms_norm_eps, dtype=dtype
+            config.hidden_size, config.rms_norm_eps, param_dtype=param_dtype
         )
         self.is_moe = config.is_moe(layer)
         if self.is_moe:
-            self.mlp = MoE(config, dtype=dtype, rngs=rngs, experts=experts)
+            self.mlp = MoE(config, param_dtype=param_dtype, rngs=rngs, experts=experts)
         else:
             self.mlp = MLP(
                 config.hidden_size,
                 config.intermediate_size,
-                dtype=dtype,
+                param_dtype=param_dtype,
                 rngs=rngs,
                 std=config.initializer_range,
             )
@@ -174,7 +182,10 @@ class KimiK26(nnx.Module):
 
     Args:
       config: sizes and constants.
-      dtype: dtype of the parameters and, by them, of the activations.
+      dtype: of the activations and, but for `cache_dtype`, of the cache; float32 or bfloat16.
+      param_dtype: of the parameters, as flax tells the two apart; `dtype` by default. In bfloat16 under float32
+        they take half the memory, and products are float32's over the rounded weights. Packed experts with their
+        scales and the router's bias are as they are whatever this is.
       rngs: source of random parameters; without it they are zero.
       experts: "float", "fp8" or "int4", how the routed experts are held; the config's way by default.
       cache_dtype: dtype of the latent cache: float8_e4m3fn takes half of bfloat16's bytes; the model's
@@ -192,6 +203,7 @@ class KimiK26(nnx.Module):
         config: KimiK26Config,
         *,
         dtype=jnp.bfloat16,
+        param_dtype=None,
         rngs: nnx.Rngs | None = None,
         experts: str | None = None,
         cache_dtype=None,
@@ -201,18 +213,20 @@ class KimiK26(nnx.Module):
         experts = config.experts if experts is None else experts
         if experts not in ("float", "fp8", "int4"):
             raise ValueError(f"experts must be 'float', 'fp8' or 'int4', not {experts!r}")
+        self.dtype = float_dtype("dtype", dtype)
+        param_dtype = float_dtype("param_dtype", dtype if param_dtype is None else param_dtype)
         shape = (config.vocab_size, config.hidden_size)
-        self.embed_tokens = nnx.Param(normal(shape, dtype, rngs, config.initializer_range))
+        self.embed_tokens = nnx.Param(normal(shape, param_dtype, rngs, config.initializer_range))
         self.layers = nnx.List(
-            DecoderLayer(config, layer, dtype=dtype, rngs=rngs, experts=experts)
+            DecoderLayer(config, layer, param_dtype=param_dtype, rngs=rngs, experts=experts)
             for layer in range(config.num_hidden_layers)
         )
-        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype=dtype)
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, param_dtype=param_dtype)
         if not config.tie_word_embeddings:
             self.lm_head = Linear(
                 config.hidden_size,
                 config.vocab_size,
-                dtype=dtype,
+                param_dtype=param_dtype,
                 rngs=rngs,
                 std=config.initializer_range,
             )
@@ -260,17 +274,15 @@ class KimiK26(nnx.Module):
         return self.config.max_position_embeddings
 
     @property
-    def dtype(self):
-        """Dtype of the parameters."""
-        return self.embed_tokens[...].dtype
-
-    @property
     def cache_dtype(self):
         """Dtype of the latent cache."""
         return jnp.dtype(jnp.float8_e4m3fn) if self._rounds_cache else self.dtype
 
     def embed(self, tokens: jax.Array) -> jax.Array:
-        """i32[...] to [..., D]; ids outside the vocabulary are clamped."""
+        """i32[...] to [..., D] of `dtype`; ids outside the vocabulary are clamped."""
+        return self._embedding_rows(tokens).astype(self.dtype)
+
+    def _embedding_rows(self, tokens: jax.Array) -> jax.Array:
         table = self.embed_tokens[...]
         if self.placement is not None and self.placement.rules.vocab is not None:
             return self.placement.embed(table, jnp.clip(tokens, 0, table.shape[0] - 1))
@@ -286,10 +298,9 @@ class KimiK26(nnx.Module):
     def head(self, hidden: jax.Array) -> jax.Array:
         """[..., D] after the final norm to logits f32[..., V]."""
         if self.config.tie_word_embeddings:
-            return jnp.einsum(
-                "...d,vd->...v", hidden, self.embed_tokens[...], preferred_element_type=jnp.float32
-            )
-        return few_rows_dot(hidden, self.lm_head.kernel[...], preferred_element_type=jnp.float32)
+            table = self.embed_tokens[...].astype(hidden.dtype)
+            return jnp.einsum("...d,vd->...v", hidden, table, preferred_element_type=jnp.float32)
+        return dot(hidden, self.lm_head.kernel[...], preferred_element_type=jnp.float32)
 
     def __call__(self, tokens: jax.Array, positions: jax.Array) -> jax.Array:
         """Logits f32[B, T, V] of a plain causal pass over i32[B, T] tokens and positions."""

@@ -9,30 +9,28 @@ from jax.sharding import PartitionSpec
 
 from ddtree_jax.experts import expert_mlp as packed_expert_mlp
 from ddtree_jax.experts import sum_of_chosen
-from ddtree_jax.few_rows import few_rows_dot
 
 from . import fp8, quantization
 from .config import KimiK26Config
-from .layers import MLP, gated_mlp, normal
+from .layers import MLP, dot, gated_mlp, normal
 from .placement import Placement
 
 
 class Router(nnx.Module):
     """Sigmoid scores with a bias that chooses but does not weigh (`noaux_tc`), in float32."""
 
-    def __init__(self, config: KimiK26Config, *, dtype, rngs: nnx.Rngs | None):
+    def __init__(self, config: KimiK26Config, *, param_dtype, rngs: nnx.Rngs | None):
         shape = (config.hidden_size, config.n_routed_experts)
-        self.kernel = nnx.Param(normal(shape, dtype, rngs, config.initializer_range))
+        self.kernel = nnx.Param(normal(shape, param_dtype, rngs, config.initializer_range))
         self.e_score_correction_bias = nnx.Param(jnp.zeros((config.n_routed_experts,), jnp.float32))
         self.config = config
 
     def scores(self, x: jax.Array) -> jax.Array:
         """Affinity of each token to each expert, [T, D] to f32[T, E] in 0 .. 1."""
-        logits = few_rows_dot(
-            x.astype(jnp.float32),
-            self.kernel[...].astype(jnp.float32),
-            precision=jax.lax.Precision.HIGHEST,
-        )
+        kernel = self.kernel[...]
+        if x.dtype != jnp.float32:
+            x, kernel = x.astype(jnp.float32), kernel.astype(jnp.float32)
+        logits = dot(x, kernel, precision=jax.lax.Precision.HIGHEST)
         return jax.nn.sigmoid(logits)
 
     def __call__(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -65,15 +63,15 @@ class Experts(nnx.Module):
     `down_scale bf16[E, D, I / 32]`.
     """
 
-    def __init__(self, config: KimiK26Config, *, dtype, rngs: nnx.Rngs | None, experts: str):
+    def __init__(self, config: KimiK26Config, *, param_dtype, rngs: nnx.Rngs | None, experts: str):
         count, size, inner = (
             config.n_routed_experts,
             config.hidden_size,
             config.moe_intermediate_size,
         )
         std = config.initializer_range
-        gate_up = normal((count, 2 * inner, size), dtype, rngs, std)
-        down = normal((count, size, inner), dtype, rngs, std)
+        gate_up = normal((count, 2 * inner, size), param_dtype, rngs, std)
+        down = normal((count, size, inner), param_dtype, rngs, std)
         self.kind = experts
         if experts == "float":
             self.gate_up = nnx.Param(gate_up)
@@ -215,14 +213,18 @@ def _share(ids: jax.Array, weights: jax.Array, count: int) -> jax.Array:
 class MoE(nnx.Module):
     """Routed experts plus the shared one, which every token visits without weight."""
 
-    def __init__(self, config: KimiK26Config, *, dtype, rngs: nnx.Rngs | None, experts: str):
-        self.gate = Router(config, dtype=dtype, rngs=rngs)
-        self.experts = Experts(config, dtype=dtype, rngs=rngs, experts=experts)
+    def __init__(self, config: KimiK26Config, *, param_dtype, rngs: nnx.Rngs | None, experts: str):
+        self.gate = Router(config, param_dtype=param_dtype, rngs=rngs)
+        self.experts = Experts(config, param_dtype=param_dtype, rngs=rngs, experts=experts)
         self.has_shared = config.n_shared_experts > 0
         if self.has_shared:
             inner = config.n_shared_experts * config.moe_intermediate_size
             self.shared_experts = MLP(
-                config.hidden_size, inner, dtype=dtype, rngs=rngs, std=config.initializer_range
+                config.hidden_size,
+                inner,
+                param_dtype=param_dtype,
+                rngs=rngs,
+                std=config.initializer_range,
             )
 
     def __call__(

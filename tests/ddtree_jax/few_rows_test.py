@@ -32,6 +32,20 @@ def test_equals_float64(rng, rows, inputs, outputs):
     assert np.all(np.abs(got - want) <= inputs * 2.0**-24 * bound)
 
 
+@pytest.mark.parametrize("rows", [1, 9, 41])
+def test_float32_rows_by_a_bfloat16_matrix_are_float32_s(rng, rows):
+    """Whoever multiplies them."""
+    x, matrix = _operands(rng, rows, 129, 80)
+    matrix = jnp.asarray(matrix, jnp.bfloat16)
+    got = jax.jit(few_rows_dot)(x, matrix)
+    assert got.dtype == jnp.float32
+    wide = np.asarray(matrix, np.float64)
+    bound = np.abs(x).astype(np.float64) @ np.abs(wide)
+    error = np.abs(np.asarray(got, np.float64) - x.astype(np.float64) @ wide)
+    assert np.all(error <= 129 * 2.0**-24 * bound)
+    assert rows > 40 or _uses_kernel(few_rows_dot, x, matrix) == few_rows.reads_bfloat16()
+
+
 # Stacks whose tiles do and do not fill a thread's share.
 @pytest.mark.parametrize(
     "batch, rows, inputs, outputs", [(2, 9, 64, 512), (3, 4, 7, 80), (16, 1, 33, 16)]

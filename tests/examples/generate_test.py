@@ -256,11 +256,15 @@ def test_dry_run_loads_nothing(tmp_path):
         (tmp_path / name).mkdir()
         shutil.copyfile(pathlib.Path(folder) / "config.json", tmp_path / name / "config.json")
     folders = f"--checkpoint={tmp_path / 'target'}", f"--drafter={tmp_path / 'drafter'}"
-    done = _run("--dry_run", *folders, "--devices=2", "--device_gb=4.2")
+    done = _run("--dry_run", *folders, "--devices=2", "--device_gb=4.2", "--param_dtype=float32")
     assert done.returncode == 0, done.stderr
     # Half of 46.8 MB each. Of the 177 MB left 64 requests' logits of 17 nodes take 10.0 MB; the rest is
     # 231 rows of 11,264 bytes each, 16 of them for the nodes.
     for words in ("46.8 MB", "2 x 4.2 GB: 23.4 MB", "batch 1 4,096", "batch 64 215", "--mesh"):
+        assert words in done.stdout
+    # Without its experts that is 43.8 MB, of which bfloat16 takes half.
+    done = _run("--dry_run", *folders, "--devices=2", "--device_gb=4.2", "--param_dtype=stored")
+    for words in ("(as stored)", "24.9 MB", "2 x 4.2 GB: 12.4 MB", "batch 64 230"):
         assert words in done.stdout
     # 4 layers of 576 numbers take a byte each and not four; the drafter's 2,048 bytes stay.
     small = _run("--dry_run", *folders, "--cache_dtype=float8_e4m3fn").stdout
@@ -337,3 +341,16 @@ def test_the_readmes_set_up_is_what_ci_installs():
         r"pip install -q -e (\S+) && \S+/pytest", (root / "README.md").read_text()
     )
     assert f"install -q -e {tested}\n" in (root / ".ci" / "run").read_text()
+
+
+@pytest.mark.parametrize("reads", [False, True])
+def test_dtypes_by_device(monkeypatch, reads):
+    """Weights stay as they are stored where float32 rows meet bfloat16 weights in a kernel of their own."""
+    import dtypes
+
+    monkeypatch.setattr(dtypes, "reads_bfloat16", lambda: reads)
+    held = "stored" if reads else None
+    assert dtypes.dtypes(None) == {"dtype": "float32", "param_dtype": held}
+    assert dtypes.dtypes("float32") == {"dtype": "float32", "param_dtype": held}
+    assert dtypes.dtypes("bfloat16") == {"dtype": "bfloat16", "param_dtype": None}
+    assert dtypes.dtypes(None, "float32") == {"dtype": "float32", "param_dtype": "float32"}

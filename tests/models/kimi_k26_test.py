@@ -142,9 +142,10 @@ def test_pad_rows_reach_no_expert_and_poison_nothing(rng):
 
 
 def test_bfloat16_follows_float32(rng):
-    target = random_target(rng)
-    half = jax.tree.map(
-        lambda p: p.astype(jnp.bfloat16) if p.dtype == jnp.float32 and p.ndim > 1 else p, target
+    seed = int(rng.integers(2**32))
+    target, half = (
+        random_target(np.random.default_rng(seed), dtype=dtype)
+        for dtype in (jnp.float32, jnp.bfloat16)
     )
     tokens = jnp.asarray(rng.integers(0, target.vocab_size, (2, 17)))
     want = np.asarray(_logits(target, tokens))

@@ -29,9 +29,10 @@ save_target(random_target(rng, experts="int4", **sizes), "int4")
 config = {{**TARGET, **sizes, "quantization_config": FP8}}
 write(pathlib.Path("fp8"), config, random_tensors(rng, config))
 run = jax.jit(lambda target, tokens: target(tokens, positions_of(tokens)))
-for folder in ("int4", "fp8"):
-    plain = load_target(folder, dtype="float32")
-    split = load_target(folder, dtype="float32", mesh=mesh)
+for folder, held in (("int4", None), ("fp8", None), ("int4", "stored"), ("fp8", "bfloat16")):
+    plain = load_target(folder, dtype="float32", param_dtype=held)
+    split = load_target(folder, dtype="float32", param_dtype=held, mesh=mesh)
+    assert split.lm_head.kernel[...].dtype == (jnp.bfloat16 if held else jnp.float32)
     parts = dict(nnx.to_flat_state(nnx.state(split)))
     sizes_of = dict()
     for path, whole in nnx.to_flat_state(nnx.state(plain)):

@@ -21,7 +21,8 @@ def few_rows_dot(
     """x @ matrix, by a kernel of its own where one serves: up to 40 rows of float32 on a CPU with AVX-512.
 
     XLA's CPU backend packs the whole matrix first, for 8 rows as for 800, and on one core alone, where two cores
-    can stream it once (docs/performance.md).
+    can stream it once (docs/performance.md). A bfloat16 matrix is widened on the way, or AMX multiplies it by the
+    three bfloat16 numbers that x is the sum of: the result is as exact as that of the float32 matrix.
 
     Args:
       x: [..., inputs], or [batch, rows, inputs] for a stack of matrices.
@@ -29,14 +30,15 @@ def few_rows_dot(
       precision, preferred_element_type: as `jnp.matmul` takes them; the kernel is float32 throughout.
 
     Returns:
-      [..., outputs]. The kernel's sums run over the inputs in order, so that no row depends on how many there are.
+      [..., outputs]. The kernel's sums have an order of their own, so that no row depends on how many there are.
     """
     stacked = matrix.ndim == 3
     rows = x.shape[1] if stacked and x.ndim == 3 else math.prod(x.shape[:-1])
     # What does not fit is jnp.matmul's to refuse, before anything runs.
     serves = x.ndim > 0 and matrix.ndim in (2, 3) and x.shape[-1] == matrix.shape[-2] > 0
     serves = serves and (not stacked or (x.ndim == 3 and x.shape[0] == matrix.shape[0] > 0))
-    serves = serves and x.dtype == matrix.dtype == jnp.float32 and matrix.shape[-1] % _LANES == 0
+    serves = serves and x.dtype == jnp.float32 and matrix.dtype in (jnp.float32, jnp.bfloat16)
+    serves = serves and matrix.shape[-1] % _LANES == 0
     serves = serves and preferred_element_type in (None, jnp.float32)
     if not (serves and 0 < rows <= _MOST and _on_one_cpu()):
         return jnp.matmul(
@@ -72,11 +74,20 @@ def _dot_jvp(primals, tangents):
     return _dot(x, matrix), x_dot @ matrix + x @ matrix_dot
 
 
+def _parts_bytes(x, matrix, **_):
+    """Room for x in bfloat16 parts, three rows for each, in tiles of 16 rows by 32 inputs."""
+    batch, rows, inputs = x.shape
+    return (
+        batch * -(-3 * rows // 16) * -(-inputs // 32) * 1024 if matrix.dtype == jnp.bfloat16 else 0
+    )
+
+
 _few_rows_dot = kernel_primitive(
     "few_rows_dot",
     lambda x, matrix, **_: [jax.ShapeDtypeStruct((*x.shape[:2], matrix.shape[2]), x.dtype)],
     batch_axes=(1, None),
     result_batch_axes=(1,),
+    workspace={"cpu": _parts_bytes},
     # Programs traced here are lowered for CUDA too, to look at them.
     plain={"cuda": ("kernel", lambda x, matrix: [x @ matrix])},
     unshared=lambda x, matrix, **_: [jnp.matmul(x, matrix)],

@@ -93,22 +93,35 @@ ffi::Error ExpertMlp(Any x, Any ids, Any weights, Any gate_up, Any gate_up_scale
   return error.failure() ? error : Status(ddtree_expert_mlp_sum_cpu(&args));
 }
 
-ffi::Error FewRowsDot(Any x, Any matrix, Out out) {
+ffi::Error FewRowsDot(Any x, Any matrix, Out out, Out parts) {
   Checker check("ddtree_few_rows_dot");
   if (!HasRank(x, 3) || !HasRank(matrix, 3)) return check.Require(false, "x must be [batch, rows, inputs]").error();
   const int64_t batch = x.dimensions()[0], rows = x.dimensions()[1], inputs = x.dimensions()[2];
   const int64_t outputs = matrix.dimensions()[2];
+  const bool bfloat = matrix.element_type() == ffi::BF16;
   check.Dtype("x", x, ffi::F32)
-      .Shape("matrix", matrix, {batch, inputs, outputs}).Dtype("matrix", matrix, ffi::F32)
+      .Shape("matrix", matrix, {batch, inputs, outputs})
+      .Require(bfloat || matrix.element_type() == ffi::F32, "matrix must be float32 or bfloat16")
       .Shape("out", *out, {batch, rows, outputs}).Dtype("out", *out, ffi::F32)
+      .Shape("parts", *parts, {bfloat ? 2 * FewRowsParts(batch, rows, inputs) : 0}).Dtype("parts", *parts, ffi::U8)
       .Require(batch > 0, "batch must be at least 1")
       .Require(outputs % 16 == 0, "outputs must be a multiple of 16")
       .Require(HasFewRows(), "this processor lacks AVX-512");
   if (!check.ok()) return check.error();
-  const FewRowsArgs args{Data<float>(x), Data<float>(matrix), Data<float>(out), batch, rows, inputs, outputs};
-  // Reading a number of the matrix takes as long as some eight multiply-adds.
-  const double work = 1.0 * batch * std::max<int64_t>(rows, 8) * inputs * outputs;
-  return Spread(args, FewRows, work, FewRowsItems(args));
+  FewRowsArgs args{Data<float>(x), nullptr, nullptr, nullptr, Data<float>(out), batch, rows, inputs, outputs};
+  // Reading a float32 of the matrix takes as long as some eight multiply-adds, and AMX does four at the cost of one.
+  double number = std::max<int64_t>(rows, 8);
+  if (!bfloat) {
+    args.matrix = Data<float>(matrix);
+  } else {
+    args.bfloat_matrix = Data<uint16_t>(matrix);
+    number = std::max(HasFewRowsAmx() ? rows / 4.0 : rows, 4.0);
+    if (HasFewRowsAmx()) {
+      args.parts = Data<uint16_t>(parts);
+      SplitFewRows(args);
+    }
+  }
+  return Spread(args, FewRows, number * batch * inputs * outputs, FewRowsItems(args));
 }
 
 }  // namespace
@@ -134,6 +147,6 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(ExpertMlpCpu, ExpertMlp,
                               ffi::Ffi::Bind().Arg<Any>().Arg<Any>().Arg<Any>().Arg<Any>()
                                   .Arg<Any>().Arg<Any>().Arg<Any>().Ret<Any>().Ret<Any>());
 XLA_FFI_DEFINE_HANDLER_SYMBOL(FewRowsDotCpu, FewRowsDot,
-                              ffi::Ffi::Bind().Arg<Any>().Arg<Any>().Ret<Any>());
+                              ffi::Ffi::Bind().Arg<Any>().Arg<Any>().Ret<Any>().Ret<Any>());
 
 }  // namespace ddtree

@@ -12,6 +12,7 @@ CPU_SRCS = [
     "cpu/tree_build.cc",
     "cpu/verify_attn.cc",
     "few_rows.cc",
+    "few_rows_amx.cc",
     "status.cc",
 ]
 

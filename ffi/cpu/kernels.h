@@ -28,19 +28,25 @@ typedef float Vec __attribute__((vector_size(kLanes * 4), aligned(4), may_alias)
 // Rows of verify_attn's work item, of `rows` = nodes * heads in all: few are cut finer, so that threads can share them.
 inline int64_t VerifyAttnRows(int64_t rows) { return rows <= 16 ? 4 : rows <= 64 ? 8 : 16; }
 
-// out[b] = x[b] @ matrix[b], all float32; see few_rows.cc. Outputs are a multiple of 16.
+// out[b] = x[b] @ matrix[b]; see few_rows.cc. Outputs are a multiple of 16.
 struct FewRowsArgs {
-  const float* x;       // [batch, rows, inputs]
-  const float* matrix;  // [batch, inputs, outputs]
-  float* out;           // [batch, rows, outputs]
+  const float* x;                 // [batch, rows, inputs]
+  const float* matrix;            // [batch, inputs, outputs]; null if it is bfloat16
+  const uint16_t* bfloat_matrix;  // the same in bfloat16
+  uint16_t* parts;                // what SplitFewRows makes of x for AMX, FewRowsParts numbers; else null
+  float* out;                     // [batch, rows, outputs]
   int64_t batch, rows, inputs, outputs;
 };
-constexpr int64_t kFewRowsTile = 48;  // columns of a work item
-inline int64_t FewRowsItems(const FewRowsArgs& a) {
-  return a.batch * ((a.outputs + kFewRowsTile - 1) / kFewRowsTile);
-}
 bool HasFewRows();  // whether this processor can run FewRows
+int64_t FewRowsItems(const FewRowsArgs& args);
 int FewRows(const FewRowsArgs* args, int64_t task, int64_t tasks);
+
+// With AMX; see few_rows_amx.cc.
+bool HasFewRowsAmx();
+int64_t FewRowsParts(int64_t batch, int64_t rows, int64_t inputs);
+void SplitFewRows(const FewRowsArgs& args);  // before any task of FewRows
+int64_t FewRowsAmxItems(const FewRowsArgs& args);
+void FewRowsAmx(const FewRowsArgs& args, int64_t begin, int64_t end);  // work items
 
 inline float FromBf16(uint16_t x) {
   const uint32_t bits = static_cast<uint32_t>(x) << 16;

@@ -40,7 +40,7 @@ def few_rows_dot(
     serves = serves and x.dtype == jnp.float32 and matrix.dtype in (jnp.float32, jnp.bfloat16)
     serves = serves and matrix.shape[-1] % _LANES == 0
     serves = serves and preferred_element_type in (None, jnp.float32)
-    if not (serves and 0 < rows <= _MOST and _on_one_cpu()):
+    if not (serves and 0 < rows <= _MOST and on_one_cpu()):
         return jnp.matmul(
             x, matrix, precision=precision, preferred_element_type=preferred_element_type
         )
@@ -58,7 +58,7 @@ def reads_bfloat16() -> bool:
 
 
 @functools.cache
-def _on_one_cpu() -> bool:
+def on_one_cpu() -> bool:
     """Whether the kernel can run here. On a mesh XLA splits its own products, but no custom call."""
     return _ffi.cpu.has_few_rows and jax.default_backend() == "cpu" and jax.device_count() == 1
 

@@ -124,6 +124,28 @@ ffi::Error FewRowsDot(Any x, Any matrix, Out out, Out parts) {
   return Spread(args, FewRows, number * batch * inputs * outputs, FewRowsItems(args));
 }
 
+ffi::Error DraftAttention(Any query, Any keys, Any values, Any near_keys, Any near_values, Any visible, Out out) {
+  Checker check("ddtree_draft_attn");
+  if (!HasRank(query, 4) || !HasRank(keys, 4)) return check.Require(false, "query and keys must be of rank 4").error();
+  const int64_t batch = query.dimensions()[0], slots = query.dimensions()[1], heads = query.dimensions()[2];
+  const int64_t dim = query.dimensions()[3], kv_heads = keys.dimensions()[1], context = keys.dimensions()[2];
+  check.Dtype("query", query, ffi::F32)
+      .Shape("keys", keys, {batch, kv_heads, context, dim}).Dtype("keys", keys, ffi::F32)
+      .Shape("values", values, {batch, kv_heads, context, dim}).Dtype("values", values, ffi::F32)
+      .Shape("near_keys", near_keys, {batch, slots, kv_heads, dim}).Dtype("near_keys", near_keys, ffi::F32)
+      .Shape("near_values", near_values, {batch, slots, kv_heads, dim}).Dtype("near_values", near_values, ffi::F32)
+      .Shape("visible", visible, {batch, slots, context + slots}).Dtype("visible", visible, ffi::PRED)
+      .Shape("out", *out, {batch, slots, heads, dim}).Dtype("out", *out, ffi::F32)
+      .Require(kv_heads > 0 && heads % kv_heads == 0, "heads must be a multiple of the keys' heads")
+      .Require(dim <= kMostDim, "heads must be of at most 256 numbers");
+  if (!check.ok()) return check.error();
+  const DraftAttnArgs args{Data<float>(query),     Data<float>(keys),        Data<float>(values),
+                           Data<float>(near_keys), Data<float>(near_values), Data<uint8_t>(visible),
+                           Data<float>(out),       batch, slots, heads, kv_heads, context, dim};
+  if (batch * slots * heads * dim == 0) return ffi::Error::Success();
+  return Spread(args, DraftAttn, 2.0 * batch * slots * heads * (context + slots) * dim, DraftAttnItems(args));
+}
+
 }  // namespace
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(DraftTopkCpu, DraftTopk,
@@ -148,5 +170,8 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(ExpertMlpCpu, ExpertMlp,
                                   .Arg<Any>().Arg<Any>().Arg<Any>().Ret<Any>().Ret<Any>());
 XLA_FFI_DEFINE_HANDLER_SYMBOL(FewRowsDotCpu, FewRowsDot,
                               ffi::Ffi::Bind().Arg<Any>().Arg<Any>().Ret<Any>().Ret<Any>());
+XLA_FFI_DEFINE_HANDLER_SYMBOL(DraftAttnCpu, DraftAttention,
+                              ffi::Ffi::Bind().Arg<Any>().Arg<Any>().Arg<Any>().Arg<Any>().Arg<Any>().Arg<Any>()
+                                  .Ret<Any>());
 
 }  // namespace ddtree

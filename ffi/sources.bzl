@@ -11,6 +11,7 @@ CPU_SRCS = [
     "cpu/tree_accept.cc",
     "cpu/tree_build.cc",
     "cpu/verify_attn.cc",
+    "draft_attn.cc",
     "few_rows.cc",
     "few_rows_amx.cc",
     "status.cc",

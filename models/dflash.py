@@ -12,6 +12,8 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from ddtree_jax.draft_attention import draft_attn
+
 from . import rope
 from .config import DFlashConfig
 from .layers import MLP, Linear, RMSNorm, float_dtype
@@ -38,12 +40,10 @@ class DraftAttention(nnx.Module):
     def keys_values(
         self, x: jax.Array, cos: jax.Array, sin: jax.Array
     ) -> tuple[jax.Array, jax.Array]:
-        """x [B, T, D] to rotated keys and values, each [B, kv_heads, T, head_dim]."""
+        """x [B, T, D] to rotated keys and values, each [B, T, kv_heads, head_dim]."""
         keys = self.k_norm(self._heads(self.k_proj(x)))
-        return (
-            rope.rotate_halves(keys, cos[:, :, None], sin[:, :, None]).swapaxes(1, 2),
-            self._heads(self.v_proj(x)).swapaxes(1, 2),
-        )
+        keys = rope.rotate_halves(keys, cos[:, :, None], sin[:, :, None])
+        return keys, self._heads(self.v_proj(x))
 
     def __call__(self, x, cos, sin, context, visible) -> jax.Array:
         """Attention of the block.
@@ -58,28 +58,10 @@ class DraftAttention(nnx.Module):
           [B, T, D].
         """
         batch, length, _ = x.shape
-        config = self.config
-        group = config.num_attention_heads // config.num_key_value_heads
         query = self.q_norm(self._heads(self.q_proj(x)))
         query = rope.rotate_halves(query, cos[:, :, None], sin[:, :, None])
-        query = query.reshape(batch, length, -1, group, config.head_dim).transpose(0, 2, 3, 1, 4)
-        parts = (context, self.keys_values(x, cos, sin))
-        # Scores, not keys, are joined: the context's arrays are read where they lie.
-        scores = jnp.concatenate(
-            [
-                jnp.einsum("bkgtd,bksd->bkgts", query, keys, preferred_element_type=jnp.float32)
-                for keys, _ in parts
-            ],
-            axis=-1,
-        )
-        scores = jnp.where(visible[:, None, None], scores * config.head_dim**-0.5, -jnp.inf)
-        weights = jax.nn.softmax(scores).astype(x.dtype)
-        split = jnp.split(weights, [context[0].shape[2]], axis=-1)
-        mixed = sum(
-            jnp.einsum("bkgts,bksd->bkgtd", weight, values)
-            for weight, (_, values) in zip(split, parts, strict=True)
-        )
-        return self.o_proj(mixed.transpose(0, 3, 1, 2, 4).reshape(batch, length, -1))
+        mixed = draft_attn(query, *context, *self.keys_values(x, cos, sin), visible)
+        return self.o_proj(mixed.reshape(batch, length, -1))
 
     def _heads(self, x: jax.Array) -> jax.Array:
         heads = x.shape[-1] // self.config.head_dim
@@ -182,7 +164,8 @@ class DFlashDrafter(nnx.Module):
         near = rope.cos_sin(self.config.rope, self.config.head_dim, block_positions, self.dtype)
         x = block_embeddings.astype(self.dtype)
         for layer in self.layers:
-            x = layer(x, *near, layer.self_attn.keys_values(context, *far), mask)
+            kept = [part.swapaxes(1, 2) for part in layer.self_attn.keys_values(context, *far)]
+            x = layer(x, *near, kept, mask)
         return self.norm(x)
 
     def init_cache(self, batch: int, rows: int) -> tuple[tuple[jax.Array, jax.Array], ...]:
@@ -219,7 +202,7 @@ class DFlashDrafter(nnx.Module):
 
         with jax.named_scope("extend"):
             return tuple(
-                (append(old_keys, keys), append(old_values, values))
+                (append(old_keys, keys.swapaxes(1, 2)), append(old_values, values.swapaxes(1, 2)))
                 for (old_keys, old_values), (keys, values) in (
                     (old, layer.self_attn.keys_values(context, cos, sin))
                     for old, layer in zip(cache, self.layers, strict=True)

@@ -48,6 +48,19 @@ void SplitFewRows(const FewRowsArgs& args);  // before any task of FewRows
 int64_t FewRowsAmxItems(const FewRowsArgs& args);
 void FewRowsAmx(const FewRowsArgs& args, int64_t begin, int64_t end);  // work items
 
+// Attention of a drafter's block; see draft_attn.cc. All float32; `heads` is a multiple of kv_heads.
+struct DraftAttnArgs {
+  const float* query;                        // [batch, slots, heads, dim]
+  const float *keys, *values;                // [batch, kv_heads, context, dim]
+  const float *near_keys, *near_values;      // [batch, slots, kv_heads, dim], the block's own
+  const uint8_t* visible;                    // [batch, slots, context + slots]: what a slot sees
+  float* out;                                // [batch, slots, heads, dim]
+  int64_t batch, slots, heads, kv_heads, context, dim;
+};
+constexpr int64_t kMostDim = 256;
+int64_t DraftAttnItems(const DraftAttnArgs& args);
+int DraftAttn(const DraftAttnArgs* args, int64_t task, int64_t tasks);
+
 inline float FromBf16(uint16_t x) {
   const uint32_t bits = static_cast<uint32_t>(x) << 16;
   float y;

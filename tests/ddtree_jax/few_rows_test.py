@@ -12,7 +12,7 @@ import pytest
 from ddtree_jax import _ffi, few_rows
 from ddtree_jax.few_rows import few_rows_dot
 
-needs_kernel = pytest.mark.skipif(not few_rows._on_one_cpu(), reason="no AVX-512, or no CPU alone")
+needs_kernel = pytest.mark.skipif(not few_rows.on_one_cpu(), reason="no AVX-512, or no CPU alone")
 
 
 both_matrices = pytest.mark.parametrize("dtype", [np.float32, jnp.bfloat16])
@@ -45,7 +45,7 @@ def _assert_as_float32(got, x, matrix):
 @pytest.mark.parametrize("inputs, outputs", [(1, 16), (7, 48), (129, 80), (384, 768), (256, 2288)])
 def test_equals_float64(rng, rows, inputs, outputs, dtype):
     x, matrix = _operands(rng, rows, inputs, outputs, dtype)
-    assert _uses_kernel(few_rows_dot, x, matrix) == few_rows._on_one_cpu()
+    assert _uses_kernel(few_rows_dot, x, matrix) == few_rows.on_one_cpu()
     _assert_as_float32(jax.jit(few_rows_dot)(x, matrix), x, matrix)
 
 
@@ -71,7 +71,7 @@ def test_float32_rows_by_a_bfloat16_matrix_are_float32_s(rng, rows):
 def test_a_stack_equals_float64(rng, batch, rows, inputs, outputs, dtype):
     x = rng.normal(size=(batch, rows, inputs)).astype(np.float32)
     matrix = rng.normal(size=(batch, inputs, outputs)).astype(dtype)
-    assert _uses_kernel(few_rows_dot, x, matrix) == few_rows._on_one_cpu()
+    assert _uses_kernel(few_rows_dot, x, matrix) == few_rows.on_one_cpu()
     _assert_as_float32(jax.jit(few_rows_dot)(x, matrix), x, matrix)
 
 

@@ -74,20 +74,11 @@ def _dot_jvp(primals, tangents):
     return _dot(x, matrix), x_dot @ matrix + x @ matrix_dot
 
 
-def _parts_bytes(x, matrix, **_):
-    """Room for x in bfloat16 parts, three rows for each, in tiles of 16 rows by 32 inputs."""
-    batch, rows, inputs = x.shape
-    return (
-        batch * -(-3 * rows // 16) * -(-inputs // 32) * 1024 if matrix.dtype == jnp.bfloat16 else 0
-    )
-
-
 _few_rows_dot = kernel_primitive(
     "few_rows_dot",
     lambda x, matrix, **_: [jax.ShapeDtypeStruct((*x.shape[:2], matrix.shape[2]), x.dtype)],
     batch_axes=(1, None),
     result_batch_axes=(1,),
-    workspace={"cpu": _parts_bytes},
     # Programs traced here are lowered for CUDA too, to look at them.
     plain={"cuda": ("kernel", lambda x, matrix: [x @ matrix])},
     unshared=lambda x, matrix, **_: [jnp.matmul(x, matrix)],

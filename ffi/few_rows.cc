@@ -109,14 +109,14 @@ bool HasFewRows() {
 }
 
 int64_t FewRowsItems(const FewRowsArgs& args) {
-  if (args.parts != nullptr) return FewRowsAmxItems(args);
+  if (args.amx != 0) return FewRowsAmxItems(args);
   return args.batch * (args.matrix != nullptr ? Tiles<float>(args) : Tiles<uint16_t>(args));
 }
 
 int FewRows(const FewRowsArgs* args, int64_t task, int64_t tasks) {
 #ifdef DDTREE_AVX512
   const int64_t items = FewRowsItems(*args), begin = items * task / tasks, end = items * (task + 1) / tasks;
-  if (args->parts != nullptr) {
+  if (args->amx != 0) {
     FewRowsAmx(*args, begin, end);
   } else if (args->matrix != nullptr) {
     Items(*args, args->matrix, begin, end);

@@ -1,11 +1,17 @@
 // The product of a few rows of float32 with a matrix of bfloat16 by AMX, which multiplies tiles of bfloat16 and adds in
 // float32.
 //
-// A float32 is the sum of three bfloat16 exactly: its significand's upper, middle and lower eight bits. The products of
-// the three parts have sums of their own, added at the end, so that they are the rows of one product three times as
-// high: up to five rows of x, fifteen of parts, are one tile and cost no more than one row. Each sum takes 16 pairs of
-// inputs at a time, within which even and odd inputs are summed apart. That order is the same wherever a row stands, so
-// that its result depends neither on the other rows nor on the number of tasks.
+// A float32 is the sum of three bfloat16 exactly: its significand's upper, middle and lower eight bits. The parts of five
+// rows are a tile of fifteen, which costs no more than one row's three.
+//
+// AMX multiplies pairs of inputs, but the matrix has pairs of columns side by side, and to interleave its rows takes
+// longer than a second product. So each tile of the matrix, 16 inputs by 32 columns, is multiplied twice, by parts with
+// zeros between them, for the even columns and for the odd ones. Should a column's weight be no finite number, zero
+// times it makes NaN of the column beside it: where a sum is NaN it is done again without AMX.
+//
+// The three parts have sums of their own, added at the end, and each goes over 16 inputs at a time. That order is the
+// same wherever a row or a column stands, so that a row's result depends neither on the other rows nor on the number of
+// tasks.
 //
 // AMX takes subnormal numbers for zero, whatever the thread's mode, and makes zero of subnormal sums: a part below 2^-126
 // is lost, that is the lowest eight bits of an x below 2^-110, the lowest sixteen below 2^-118. What is lost of x @ matrix
@@ -23,29 +29,15 @@
 #include <unistd.h>
 
 #include <cstdlib>
+#include <vector>
 #define DDTREE_AMX __attribute__((target("amx-tile,amx-bf16,avx512f,avx512bw")))
 #endif
 
 namespace ddtree {
-namespace {
-
-constexpr int64_t kTileRows = 16, kTileInputs = 32;      // a tile: rows of 64 bytes
-constexpr int64_t kTileNumbers = kTileRows * kTileInputs;  // of bfloat16
-constexpr int64_t kChunk = 16;                           // rows whose parts are whole tiles together
-
-int64_t Steps(int64_t inputs) { return (inputs + kTileInputs - 1) / kTileInputs; }
-int64_t PartTiles(int64_t rows) { return (3 * rows + kTileRows - 1) / kTileRows; }
-
-}  // namespace
-
-int64_t FewRowsParts(int64_t batch, int64_t rows, int64_t inputs) {
-  return batch * PartTiles(rows) * Steps(inputs) * kTileNumbers;
-}
 
 #ifndef DDTREE_AMX
 
 bool HasFewRowsAmx() { return false; }
-void SplitFewRows(const FewRowsArgs&) {}
 int64_t FewRowsAmxItems(const FewRowsArgs&) { return 0; }
 void FewRowsAmx(const FewRowsArgs&, int64_t, int64_t) {}
 
@@ -53,13 +45,14 @@ void FewRowsAmx(const FewRowsArgs&, int64_t, int64_t) {}
 
 namespace {
 
-constexpr int64_t kBlock = 64;       // inputs that a tile of sums takes between a load and a store
-constexpr int64_t kColumns = 32;     // columns of a matrix that fill a cache line, and two tiles
-constexpr int64_t kWidest = 128;     // columns of a work item
-constexpr int64_t kMostRows = 3 * kChunk;  // rows that share the matrix's way through the registers
-constexpr int64_t kMostTiles = 3 * kMostRows / kTileRows;
-
-int64_t Width(int64_t outputs) { return outputs >= 512 ? kWidest : 64; }
+constexpr int64_t kStep = 16;       // inputs of a tile
+constexpr int64_t kChunk = 5;       // rows of x whose parts are a tile
+constexpr int64_t kTile = 16 * 16;  // sums of a tile
+constexpr int64_t kColumns = 32;    // of a tile of the matrix
+constexpr int64_t kPanel = 64;      // columns of a work item, two tiles
+constexpr int64_t kMostChunks = 8;  // that share the matrix's way into the first-level cache
+constexpr int64_t kBlock = 8;       // steps of each chunk in turn, where there are several
+constexpr int64_t kAhead = 5;       // steps between a load of the matrix and its prefetch
 
 bool Permitted() {
   const char* wanted = std::getenv("DDTREE_CPU_AMX");
@@ -69,152 +62,188 @@ bool Permitted() {
   if (!__get_cpuid_count(7, 0, &a, &b, &c, &d) || (d >> 22 & 1) == 0 || (d >> 24 & 1) == 0) return false;
   __asm__("xgetbv" : "=a"(a), "=d"(d) : "c"(0));
   if ((a >> 17 & 3) != 3) return false;
-  constexpr int kRequestPermission = 0x1023, kTileData = 18;  // <asm/prctl.h> of Linux 5.16
+  constexpr int kRequestPermission = 0x1023, kTileData = 18;  // <asm/prctl.h> since Linux 5.16
   return syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
 }
 
-// Rows of the matrix that come next, which are fetched while others are worked on: a column is no stream to hardware.
-struct Ahead {
-  const uint16_t* row;
-  int64_t rows, stride, lines, line;
+int64_t Steps(int64_t inputs) { return (inputs + kStep - 1) / kStep; }
+
+// Columns of a matrix, and those that come next, or null.
+struct Panel {
+  const uint16_t *matrix, *next;
+  int64_t inputs, stride, columns;
 };
 
-DDTREE_AMX inline void Fetch(Ahead& ahead) {
-  if (ahead.rows == 0) return;
-  _mm_prefetch(ahead.row + kColumns * ahead.line, _MM_HINT_T0);
-  if (++ahead.line == ahead.lines) ahead.line = 0, ahead.row += ahead.stride, --ahead.rows;
-}
-
-// 32 inputs of 32 columns as two tiles of pairs of inputs: columns 0 to 3, 8 to 11, 16 to 19, 24 to 27, and the others.
-template <bool kWhole>
-DDTREE_AMX inline void Interleave(const uint16_t* matrix, int64_t stride, int64_t inputs, int64_t columns,
-                                  uint16_t* tiles, Ahead& ahead) {
-  const __mmask32 mask = columns >= 32 ? 0xffffffffu : (1u << columns) - 1;
-  for (int64_t pair = 0; pair < kTileRows; ++pair, matrix += 2 * stride) {
-    __m512i even, odd;
-    if (kWhole) {
-      even = _mm512_loadu_si512(matrix), odd = _mm512_loadu_si512(matrix + stride);
-    } else {
-      even = _mm512_maskz_loadu_epi16(2 * pair < inputs ? mask : 0, matrix);
-      odd = _mm512_maskz_loadu_epi16(2 * pair + 1 < inputs ? mask : 0, matrix + stride);
-    }
-    Fetch(ahead), Fetch(ahead);
-    _mm512_store_si512(tiles + kTileInputs * pair, _mm512_unpacklo_epi16(even, odd));
-    _mm512_store_si512(tiles + kTileNumbers + kTileInputs * pair, _mm512_unpackhi_epi16(even, odd));
+// A column is no stream to hardware.
+DDTREE_AMX inline void Fetch(const Panel& panel, int64_t step) {
+  const int64_t steps = Steps(panel.inputs);
+  const uint16_t* matrix = panel.matrix;
+  if (step >= steps) matrix = panel.next, step -= steps;
+  if (matrix == nullptr || step >= steps) return;
+  const int64_t rows = std::min(kStep, panel.inputs - step * kStep);
+  matrix += step * kStep * panel.stride;
+  for (int64_t row = 0; row < rows; ++row, matrix += panel.stride) {
+    _mm_prefetch(matrix, _MM_HINT_T1);
+    _mm_prefetch(matrix + kColumns, _MM_HINT_T1);
   }
 }
 
-// Adds the products of one or two tiles of parts and the two of the matrix to four or two tiles of sums, for `steps`
-// tiles of inputs. Sums: [2 of the matrix][`tiles` of parts].
-template <int kParts>
-DDTREE_AMX inline void Multiply(const uint16_t* parts, int64_t tiles, const uint16_t* matrix, int64_t steps, bool first,
-                                float* sums) {
-  float *low = sums, *high = sums + tiles * 256;
-  if (first) {
+// What a tile would read of a step beyond the matrix, as zeros: 16 inputs of two times 32 columns.
+DDTREE_AMX void Pad(const Panel& panel, int64_t step, uint16_t* padded) {
+  for (int64_t tile = 0; tile < 2; ++tile) {
+    const int64_t columns = std::clamp<int64_t>(panel.columns - tile * kColumns, 0, kColumns);
+    const __mmask32 mask = static_cast<__mmask32>((uint64_t{1} << columns) - 1);
+    for (int64_t row = 0; row < kStep; ++row, padded += kColumns) {
+      const int64_t input = step * kStep + row;
+      const __mmask32 own = input < panel.inputs ? mask : 0;
+      _mm512_store_si512(padded, _mm512_maskz_loadu_epi16(own, panel.matrix + input * panel.stride + tile * kColumns));
+    }
+  }
+  __asm__ volatile("" ::: "memory");  // GCC does not know that loads of tiles read memory
+}
+
+// A chunk's sums over steps [begin, end), of two tiles of the matrix' even and odd columns each.
+DDTREE_AMX void Multiply(const Panel& panel, const float* parts, int64_t parts_stride, int64_t begin, int64_t end,
+                         bool fetches, float* sums) {
+  if (begin == 0) {
     _tile_zero(0);
     _tile_zero(1);
-    if (kParts == 2) {
-      _tile_zero(2);
-      _tile_zero(3);
-    }
+    _tile_zero(2);
+    _tile_zero(3);
   } else {
-    _tile_loadd(0, low, 64);
-    _tile_loadd(1, high, 64);
-    if (kParts == 2) {
-      _tile_loadd(2, low + 256, 64);
-      _tile_loadd(3, high + 256, 64);
-    }
+    _tile_loadd(0, sums, 64);
+    _tile_loadd(1, sums + kTile, 64);
+    _tile_loadd(2, sums + 2 * kTile, 64);
+    _tile_loadd(3, sums + 3 * kTile, 64);
   }
-  for (int64_t step = 0; step < steps; ++step, parts += tiles * kTileNumbers, matrix += 2 * kTileNumbers) {
-    _tile_loadd(4, parts, 64);
-    _tile_loadd(6, matrix, 64);
+  alignas(64) uint16_t padded[2 * kStep * kColumns];
+  const int64_t whole = panel.columns == kPanel ? panel.inputs / kStep : 0;  // steps
+  parts += begin * parts_stride;
+  for (int64_t step = begin; step < end; ++step, parts += parts_stride) {
+    const uint16_t* matrix = panel.matrix + step * kStep * panel.stride;
+    int64_t stride = panel.stride * 2, other = kColumns;
+    if (step >= whole) {
+      Pad(panel, step, padded);
+      matrix = padded, stride = 2 * kColumns, other = kStep * kColumns;
+    }
+    if (fetches) Fetch(panel, step + kAhead);
+    // A part is the upper half of 32 bits, its partner zero: two bytes on, the pair is the other way round.
+    _tile_loadd(4, reinterpret_cast<const char*>(parts) + 2, 64);
+    _tile_loadd(5, parts, 64);
+    _tile_loadd(6, matrix, stride);
     _tile_dpbf16ps(0, 4, 6);
-    _tile_loadd(7, matrix + kTileNumbers, 64);
-    _tile_dpbf16ps(1, 4, 7);
-    if (kParts == 2) {
-      _tile_loadd(5, parts + kTileNumbers, 64);
-      _tile_dpbf16ps(2, 5, 6);
-      _tile_dpbf16ps(3, 5, 7);
-    }
+    _tile_dpbf16ps(1, 5, 6);
+    _tile_loadd(7, matrix + other, stride);
+    _tile_dpbf16ps(2, 4, 7);
+    _tile_dpbf16ps(3, 5, 7);
   }
-  _tile_stored(0, low, 64);
-  _tile_stored(1, high, 64);
-  if (kParts == 2) {
-    _tile_stored(2, low + 256, 64);
-    _tile_stored(3, high + 256, 64);
+  _tile_stored(0, sums, 64);
+  _tile_stored(1, sums + kTile, 64);
+  _tile_stored(2, sums + 2 * kTile, 64);
+  _tile_stored(3, sums + 3 * kTile, 64);
+}
+
+// 16 columns of a row without AMX.
+DDTREE_AMX __m512 Widened(const float* x, const uint16_t* matrix, int64_t inputs, int64_t stride) {
+  __m512 sum = _mm512_setzero_ps();
+  for (int64_t input = 0; input < inputs; ++input, matrix += stride) {
+    const __m256i halves = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(matrix));
+    // Masks that leave all in: GCC warns of what the functions without them leave undefined.
+    const __m512i bits = _mm512_maskz_slli_epi32(0xffff, _mm512_maskz_cvtepu16_epi32(0xffff, halves), 16);
+    sum = _mm512_fmadd_ps(_mm512_set1_ps(x[input]), _mm512_castsi512_ps(bits), sum);
+  }
+  return sum;
+}
+
+// A chunk's three sums as one, for a panel.
+DDTREE_AMX void Add(const Panel& panel, const float* sums, const float* x, int64_t rows, float* out) {
+  const __m512i orders[2] = {_mm512_setr_epi32(0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23),
+                             _mm512_setr_epi32(8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31)};
+  for (int64_t row = 0; row < rows; ++row, x += panel.inputs, out += panel.stride) {
+    for (int64_t column = 0; column < panel.columns; column += 16) {
+      const float* own = sums + column / kColumns * 2 * kTile + row * 3 * 16;
+      __m512 whole[2];
+      for (int odd = 0; odd < 2; ++odd, own += kTile) {
+        const __m512 lower = _mm512_add_ps(_mm512_load_ps(own + 16), _mm512_load_ps(own + 32));
+        whole[odd] = _mm512_add_ps(_mm512_load_ps(own), lower);
+      }
+      __m512 sum = _mm512_permutex2var_ps(whole[0], orders[column / 16 % 2], whole[1]);
+      if (_mm512_cmp_ps_mask(sum, sum, _CMP_UNORD_Q) != 0) {
+        sum = Widened(x, panel.matrix + column, panel.inputs, panel.stride);
+      }
+      _mm512_storeu_ps(out + column, sum);
+    }
   }
 }
 
-// The three sums of `rows` rows as one, 32 columns or 16 of them. What is infinite or no number is so by the upper part.
-DDTREE_AMX void Add(const float* sums, int64_t tiles, int64_t rows, int64_t columns, int64_t stride, float* out) {
-  const __m512i first = _mm512_setr_epi32(0, 1, 2, 3, 16, 17, 18, 19, 4, 5, 6, 7, 20, 21, 22, 23);
-  const __m512i second = _mm512_setr_epi32(8, 9, 10, 11, 24, 25, 26, 27, 12, 13, 14, 15, 28, 29, 30, 31);
-  for (int64_t row = 0; row < rows; ++row, out += stride) {
-    __m512 halves[2];
-    for (int half = 0; half < 2; ++half) {
-      const float* own = sums + half * tiles * 256 + 16 * row;
-      const __m512 upper = _mm512_load_ps(own), middle = _mm512_load_ps(own + 16 * rows);
-      const __m512 lower = _mm512_load_ps(own + 32 * rows);
-      const __mmask16 finite =
-          _mm512_cmp_ps_mask(_mm512_abs_ps(upper), _mm512_set1_ps(__builtin_inff()), _CMP_LT_OQ);
-      halves[half] = _mm512_mask_add_ps(upper, finite, upper, _mm512_add_ps(middle, lower));
+// The parts of the rows of one of a call's matrices: [steps][rows][3][16]. Every thread makes its own, once, since others'
+// would come from another processor's cache.
+class Parts {
+ public:
+  const float* Of(const FewRowsArgs& a, int64_t batch) {
+    if (call_ != a.amx || batch_ != batch) {
+      // The last chunk's tile, and its even columns', may end behind the last row.
+      lines_.resize(Steps(a.inputs) * a.rows * 3 + 3 * kChunk + 1);
+      Split(a.x + batch * a.rows * a.inputs, a.rows, a.inputs);
+      call_ = a.amx, batch_ = batch;
     }
-    _mm512_storeu_ps(out, _mm512_permutex2var_ps(halves[0], first, halves[1]));
-    if (columns >= 32) _mm512_storeu_ps(out + 16, _mm512_permutex2var_ps(halves[0], second, halves[1]));
+    return lines_[0].parts;
   }
-}
 
-// One work item: `width` columns from `column` on, kMostRows rows at a time.
-DDTREE_AMX void Panel(const FewRowsArgs& a, int64_t batch, int64_t column, int64_t width, const uint16_t* next) {
-  alignas(64) uint16_t tiles[2 * kBlock / kTileInputs * kTileNumbers];
-  alignas(64) float sums[kWidest / kTileRows * kMostTiles * 256];
-  const int64_t steps = Steps(a.inputs), lines = (width + kColumns - 1) / kColumns;
-  const uint16_t* matrix = a.bfloat_matrix + batch * a.inputs * a.outputs + column;
-  for (int64_t row = 0; row < a.rows; row += kMostRows) {
-    const int64_t rows = std::min(kMostRows, a.rows - row), part_tiles = PartTiles(rows);
-    const uint16_t* parts = a.parts + (batch * PartTiles(a.rows) + row / kChunk * 3) * steps * kTileNumbers;
-    for (int64_t input = 0; input < a.inputs; input += kBlock) {
-      const int64_t inputs = std::min(kBlock, a.inputs - input), block_steps = Steps(inputs);
-      const bool last = input + kBlock >= a.inputs;
-      Ahead ahead{last ? next : matrix + (input + kBlock) * a.outputs,
-                  last ? (next == nullptr ? 0 : std::min(kBlock, a.inputs)) : std::min(kBlock, a.inputs - input - kBlock),
-                  a.outputs, lines, 0};
-      for (int64_t at = 0; at < width; at += kColumns) {
-        const int64_t columns = std::min(kColumns, width - at);
-        for (int64_t step = 0; step < block_steps; ++step) {
-          const int64_t left = inputs - step * kTileInputs;
-          const uint16_t* from = matrix + (input + step * kTileInputs) * a.outputs + at;
-          uint16_t* to = tiles + 2 * step * kTileNumbers;
-          if (columns == kColumns && left >= kTileInputs) {
-            Interleave<true>(from, a.outputs, left, columns, to, ahead);
-          } else {
-            Interleave<false>(from, a.outputs, left, columns, to, ahead);
-          }
-        }
-        __asm__ volatile("" ::: "memory");  // GCC does not know that the tiles' loads read what was stored
-        for (int64_t chunk = 0; chunk < rows; chunk += kChunk) {
-          const int64_t chunk_rows = std::min(kChunk, rows - chunk), own_tiles = PartTiles(chunk_rows);
-          const uint16_t* own = parts + chunk / kChunk * 3 * steps * kTileNumbers +
-                                input / kTileInputs * own_tiles * kTileNumbers;
-          float* own_sums = sums + (at / kColumns * part_tiles + chunk / kChunk * 3) * 2 * 256;
-          int64_t tile = 0;
-          for (; tile + 2 <= own_tiles; tile += 2) {
-            Multiply<2>(own + tile * kTileNumbers, own_tiles, tiles, block_steps, input == 0, own_sums + tile * 256);
-          }
-          if (tile < own_tiles) {
-            Multiply<1>(own + tile * kTileNumbers, own_tiles, tiles, block_steps, input == 0, own_sums + tile * 256);
-          }
-        }
+ private:
+  DDTREE_AMX void Split(const float* x, int64_t rows, int64_t inputs) {
+    const __m512i upper = _mm512_set1_epi32(static_cast<int>(0xffff0000u)), quiet = _mm512_set1_epi32(0x00400000);
+    const __m512 infinity = _mm512_set1_ps(__builtin_inff());
+    for (int64_t row = 0; row < rows; ++row, x += inputs) {
+      float* parts = lines_[row * 3].parts;
+      for (int64_t input = 0; input < inputs; input += kStep, parts += rows * 3 * kStep) {
+        const __mmask16 mask = inputs - input >= kStep ? 0xffff : (1u << (inputs - input)) - 1;
+        const __m512 whole = _mm512_maskz_loadu_ps(mask, x + input);
+        const __mmask16 finite = _mm512_cmp_ps_mask(_mm512_abs_ps(whole), infinity, _CMP_LT_OQ);
+        const __mmask16 none = _mm512_cmp_ps_mask(whole, whole, _CMP_UNORD_Q);
+        // Cut, not rounded: what is left is exact, and no number becomes infinite. NaN stays NaN.
+        const __m512i cut = _mm512_and_si512(_mm512_castps_si512(whole), upper);
+        const __m512 first = _mm512_castsi512_ps(_mm512_mask_or_epi32(cut, none, cut, quiet));
+        const __m512 rest = _mm512_maskz_sub_ps(finite, whole, first);
+        const __m512 second = _mm512_castsi512_ps(_mm512_and_si512(_mm512_castps_si512(rest), upper));
+        const __m512 third = _mm512_sub_ps(rest, second);
+        _mm512_store_ps(parts, first);
+        _mm512_store_ps(parts + kStep, second);
+        // A subnormal one may have more bits, which AMX would multiply by the column beside.
+        _mm512_store_si512(parts + 2 * kStep, _mm512_and_si512(_mm512_castps_si512(third), upper));
       }
     }
     __asm__ volatile("" ::: "memory");
-    for (int64_t at = 0; at < width; at += kColumns) {
-      for (int64_t chunk = 0; chunk < rows; chunk += kChunk) {
-        const int64_t chunk_rows = std::min(kChunk, rows - chunk);
-        Add(sums + (at / kColumns * part_tiles + chunk / kChunk * 3) * 2 * 256, PartTiles(chunk_rows), chunk_rows,
-            std::min(kColumns, width - at), a.outputs,
-            a.out + (batch * a.rows + row + chunk) * a.outputs + column + at);
+  }
+
+  uint64_t call_ = 0;
+  int64_t batch_ = 0;
+  struct alignas(64) Line {  // of the first-level cache: tiles come slowly from across two
+    float parts[kStep];
+  };
+  std::vector<Line> lines_;
+};
+
+// All rows of a panel.
+DDTREE_AMX void Rows(const FewRowsArgs& a, const Panel& panel, const float* parts, int64_t chunk_rows, int64_t batch,
+                     int64_t column) {
+  alignas(64) float sums[kMostChunks * 4 * kTile];
+  const int64_t steps = Steps(a.inputs), parts_stride = a.rows * 3 * kStep;
+  const float* x = a.x + batch * a.rows * a.inputs;
+  float* out = a.out + batch * a.rows * a.outputs + column;
+  for (int64_t first = 0; first < a.rows; first += kMostChunks * chunk_rows) {
+    const int64_t end = std::min(a.rows, first + kMostChunks * chunk_rows);
+    const int64_t block = end - first > chunk_rows ? kBlock : steps;
+    for (int64_t step = 0; step < steps; step += block) {
+      for (int64_t row = first; row < end; row += chunk_rows) {
+        Multiply(panel, parts + row * 3 * kStep, parts_stride, step, std::min(steps, step + block), row == first,
+                 sums + (row - first) / chunk_rows * 4 * kTile);
       }
+    }
+    __asm__ volatile("" ::: "memory");
+    for (int64_t row = first; row < end; row += chunk_rows) {
+      Add(panel, sums + (row - first) / chunk_rows * 4 * kTile, x + row * a.inputs, std::min(chunk_rows, end - row),
+          out + row * a.outputs);
     }
   }
 }
@@ -226,71 +255,30 @@ bool HasFewRowsAmx() {
   return permitted;
 }
 
-// Parts: [batch][chunk of rows][32 inputs][tile of parts][16][32], a chunk's upper parts first, then its middle ones.
-DDTREE_AMX void SplitFewRows(const FewRowsArgs& a) {
-  const int64_t steps = Steps(a.inputs);
-  const __m512i upper = _mm512_set1_epi32(static_cast<int>(0xffff0000u)), quiet = _mm512_set1_epi32(0x00400000);
-  const __m512 infinity = _mm512_set1_ps(__builtin_inff());
-  uint16_t* parts = a.parts;
-  for (int64_t batch = 0; batch < a.batch; ++batch) {
-    for (int64_t chunk = 0; chunk < a.rows; chunk += kChunk) {
-      const int64_t rows = std::min(kChunk, a.rows - chunk), tiles = PartTiles(rows);
-      for (int64_t row = 0; row < rows; ++row) {
-        const float* x = a.x + (batch * a.rows + chunk + row) * a.inputs;
-        uint16_t* out = parts + row * kTileInputs;
-        for (int64_t input = 0; input < a.inputs; input += 16) {
-          const __mmask16 mask = a.inputs - input >= 16 ? 0xffff : (1u << (a.inputs - input)) - 1;
-          const __m512 whole = _mm512_maskz_loadu_ps(mask, x + input);
-          const __mmask16 finite = _mm512_cmp_ps_mask(_mm512_abs_ps(whole), infinity, _CMP_LT_OQ);
-          const __mmask16 none = _mm512_cmp_ps_mask(whole, whole, _CMP_UNORD_Q);
-          // Cut, not rounded: what is left is exact, and no number becomes infinite. NaN stays NaN.
-          __m512i bits = _mm512_and_si512(_mm512_castps_si512(whole), upper);
-          bits = _mm512_mask_or_epi32(bits, none, bits, quiet);
-          const __m512 rest = _mm512_maskz_sub_ps(finite, whole, _mm512_castsi512_ps(bits));
-          const __m512i middle = _mm512_and_si512(_mm512_castps_si512(rest), upper);
-          const __m512 least = _mm512_sub_ps(rest, _mm512_castsi512_ps(middle));
-          uint16_t* to = out + input / kTileInputs * tiles * kTileNumbers + input % kTileInputs;
-          const __m512i all[3] = {bits, middle, _mm512_castps_si512(least)};
-          for (int part = 0; part < 3; ++part) {
-            _mm512_mask_cvtepi32_storeu_epi16(to + part * rows * kTileInputs, 0xffff,
-                                              _mm512_maskz_srli_epi32(0xffff, all[part], 16));
-          }
-        }
-        if ((a.inputs + 15) / 16 % 2 == 1) {  // the other half of the last 32 inputs
-          uint16_t* to = out + (steps - 1) * tiles * kTileNumbers + 16;
-          for (int part = 0; part < 3; ++part) std::fill_n(to + part * rows * kTileInputs, 16, 0);
-        }
-      }
-      for (int64_t step = 0; step < steps; ++step, parts += tiles * kTileNumbers) {
-        std::fill(parts + 3 * rows * kTileInputs, parts + tiles * kTileNumbers, 0);
-      }
-    }
-  }
-}
-
-int64_t FewRowsAmxItems(const FewRowsArgs& a) {
-  const int64_t width = Width(a.outputs);
-  return a.batch * ((a.outputs + width - 1) / width);
-}
+int64_t FewRowsAmxItems(const FewRowsArgs& a) { return a.batch * ((a.outputs + kPanel - 1) / kPanel); }
 
 DDTREE_AMX void FewRowsAmx(const FewRowsArgs& a, int64_t begin, int64_t end) {
+  const int64_t panels = (a.outputs + kPanel - 1) / kPanel;
+  const int64_t chunks = (a.rows + kChunk - 1) / kChunk, chunk_rows = (a.rows + chunks - 1) / chunks;
   struct alignas(64) {
     uint8_t palette = 1, start_row = 0, reserved[14] = {};
     uint16_t row_bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
-    uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
+    uint8_t rows[16] = {};
   } config;
-  const int64_t width = Width(a.outputs), panels = (a.outputs + width - 1) / width;
-  const auto matrix = [&](int64_t item) {
-    return a.bfloat_matrix + item / panels * a.inputs * a.outputs + item % panels * width;
-  };
+  for (int tile = 0; tile < 8; ++tile) config.rows[tile] = tile < 6 ? 3 * chunk_rows : kStep;
   _tile_loadconfig(&config);
-  const uint16_t* first = matrix(begin);
-  for (int64_t input = 0; input < std::min(kBlock, a.inputs); ++input, first += a.outputs) {
-    for (int64_t at = 0; at < width; at += kColumns) _mm_prefetch(first + at, _MM_HINT_T0);
-  }
+  thread_local Parts parts;
+  const auto matrix = [&](int64_t item) {
+    return a.bfloat_matrix + item / panels * a.inputs * a.outputs + item % panels * kPanel;
+  };
   for (int64_t item = begin; item < end; ++item) {
-    const int64_t column = item % panels * width;
-    Panel(a, item / panels, column, std::min(width, a.outputs - column), item + 1 < end ? matrix(item + 1) : nullptr);
+    const int64_t column = item % panels * kPanel;
+    const Panel panel{matrix(item), item + 1 < end ? matrix(item + 1) : nullptr, a.inputs, a.outputs,
+                      std::min(kPanel, a.outputs - column)};
+    if (item == begin) {
+      for (int64_t step = 0; step < kAhead; ++step) Fetch(panel, step);
+    }
+    Rows(a, panel, parts.Of(a, item / panels), chunk_rows, item / panels, column);
   }
   _tile_release();
 }

@@ -20,10 +20,11 @@ constexpr int64_t kTasksAThread = 4;
 
 // Runs the kernel in as many tasks as the work is worth.
 template <typename Args>
-ffi::Error Spread(const Args& args, int (*kernel)(const Args*, int64_t, int64_t), double work, int64_t items) {
+ffi::Error Spread(const Args& args, int (*kernel)(const Args*, int64_t, int64_t), double work, int64_t items,
+                  int64_t tasks_a_thread = kTasksAThread) {
   const int64_t most = std::min<int64_t>({Processors(), items, static_cast<int64_t>(work / kWorthAThread)});
   const int64_t threads = std::max<int64_t>(1, most);
-  const int64_t tasks = threads == 1 ? 1 : std::min(items, threads * kTasksAThread);
+  const int64_t tasks = threads == 1 ? 1 : std::min(items, threads * tasks_a_thread);
   std::atomic<int> status{DDTREE_OK};
   Share(threads, tasks, [&](int64_t task) {
     if (const int own = kernel(&args, task, tasks); own != DDTREE_OK) status = own;
@@ -93,7 +94,7 @@ ffi::Error ExpertMlp(Any x, Any ids, Any weights, Any gate_up, Any gate_up_scale
   return error.failure() ? error : Status(ddtree_expert_mlp_sum_cpu(&args));
 }
 
-ffi::Error FewRowsDot(Any x, Any matrix, Out out, Out parts) {
+ffi::Error FewRowsDot(Any x, Any matrix, Out out) {
   Checker check("ddtree_few_rows_dot");
   if (!HasRank(x, 3) || !HasRank(matrix, 3)) return check.Require(false, "x must be [batch, rows, inputs]").error();
   const int64_t batch = x.dimensions()[0], rows = x.dimensions()[1], inputs = x.dimensions()[2];
@@ -103,25 +104,25 @@ ffi::Error FewRowsDot(Any x, Any matrix, Out out, Out parts) {
       .Shape("matrix", matrix, {batch, inputs, outputs})
       .Require(bfloat || matrix.element_type() == ffi::F32, "matrix must be float32 or bfloat16")
       .Shape("out", *out, {batch, rows, outputs}).Dtype("out", *out, ffi::F32)
-      .Shape("parts", *parts, {bfloat ? 2 * FewRowsParts(batch, rows, inputs) : 0}).Dtype("parts", *parts, ffi::U8)
       .Require(batch > 0, "batch must be at least 1")
       .Require(outputs % 16 == 0, "outputs must be a multiple of 16")
       .Require(HasFewRows(), "this processor lacks AVX-512");
   if (!check.ok()) return check.error();
-  FewRowsArgs args{Data<float>(x), nullptr, nullptr, nullptr, Data<float>(out), batch, rows, inputs, outputs};
-  // Reading a float32 of the matrix takes as long as some eight multiply-adds, and AMX does four at the cost of one.
+  FewRowsArgs args{Data<float>(x), nullptr, nullptr, Data<float>(out), batch, rows, inputs, outputs, 0};
+  // Reading a float32 of the matrix takes as long as some eight multiply-adds, and AMX does four at the cost of one. Its
+  // tasks are few, since they are short and begin with a wait for the matrix.
   double number = std::max<int64_t>(rows, 8);
+  int64_t tasks_a_thread = kTasksAThread;
   if (!bfloat) {
     args.matrix = Data<float>(matrix);
   } else {
+    static std::atomic<uint64_t> calls{0};
     args.bfloat_matrix = Data<uint16_t>(matrix);
-    number = std::max(HasFewRowsAmx() ? rows / 4.0 : rows, 4.0);
-    if (HasFewRowsAmx()) {
-      args.parts = Data<uint16_t>(parts);
-      SplitFewRows(args);
-    }
+    args.amx = HasFewRowsAmx() ? calls.fetch_add(1, std::memory_order_relaxed) + 1 : 0;
+    number = std::max(args.amx != 0 ? rows / 4.0 : rows, 4.0);
+    if (args.amx != 0) tasks_a_thread = 2;
   }
-  return Spread(args, FewRows, number * batch * inputs * outputs, FewRowsItems(args));
+  return Spread(args, FewRows, number * batch * inputs * outputs, FewRowsItems(args), tasks_a_thread);
 }
 
 ffi::Error DraftAttention(Any query, Any keys, Any values, Any near_keys, Any near_values, Any visible, Out out) {
@@ -169,7 +170,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(ExpertMlpCpu, ExpertMlp,
                               ffi::Ffi::Bind().Arg<Any>().Arg<Any>().Arg<Any>().Arg<Any>()
                                   .Arg<Any>().Arg<Any>().Arg<Any>().Ret<Any>().Ret<Any>());
 XLA_FFI_DEFINE_HANDLER_SYMBOL(FewRowsDotCpu, FewRowsDot,
-                              ffi::Ffi::Bind().Arg<Any>().Arg<Any>().Ret<Any>().Ret<Any>());
+                              ffi::Ffi::Bind().Arg<Any>().Arg<Any>().Ret<Any>());
 XLA_FFI_DEFINE_HANDLER_SYMBOL(DraftAttnCpu, DraftAttention,
                               ffi::Ffi::Bind().Arg<Any>().Arg<Any>().Arg<Any>().Arg<Any>().Arg<Any>().Arg<Any>()
                                   .Ret<Any>());

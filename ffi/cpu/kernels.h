@@ -33,18 +33,15 @@ struct FewRowsArgs {
   const float* x;                 // [batch, rows, inputs]
   const float* matrix;            // [batch, inputs, outputs]; null if it is bfloat16
   const uint16_t* bfloat_matrix;  // the same in bfloat16
-  uint16_t* parts;                // what SplitFewRows makes of x for AMX, FewRowsParts numbers; else null
   float* out;                     // [batch, rows, outputs]
   int64_t batch, rows, inputs, outputs;
+  uint64_t amx;  // 0, or a number that is this call's alone: multiply by AMX, see few_rows_amx.cc
 };
 bool HasFewRows();  // whether this processor can run FewRows
 int64_t FewRowsItems(const FewRowsArgs& args);
 int FewRows(const FewRowsArgs* args, int64_t task, int64_t tasks);
 
-// With AMX; see few_rows_amx.cc.
 bool HasFewRowsAmx();
-int64_t FewRowsParts(int64_t batch, int64_t rows, int64_t inputs);
-void SplitFewRows(const FewRowsArgs& args);  // before any task of FewRows
 int64_t FewRowsAmxItems(const FewRowsArgs& args);
 void FewRowsAmx(const FewRowsArgs& args, int64_t begin, int64_t end);  // work items
 

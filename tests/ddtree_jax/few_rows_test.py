@@ -298,24 +298,22 @@ def test_float32_is_what_bfloat16_may_prefer(rng):
 
 @needs_kernel
 @pytest.mark.parametrize(
-    "shapes, dtype, matrix_dtype, parts",
+    "shapes, dtype, matrix_dtype",
     [
-        ([(1, 4, 8), (1, 9, 16), (1, 4, 16)], np.float32, np.float32, 0),
-        ([(1, 4, 8), (1, 8, 24), (1, 4, 24)], np.float32, np.float32, 0),
-        ([(1, 4, 8), (1, 8, 16), (1, 5, 16)], np.float32, np.float32, 0),
-        ([(1, 4, 8), (2, 8, 16), (1, 4, 16)], np.float32, np.float32, 0),
-        ([(1, 4, 8), (1, 8, 16), (1, 4, 16)], np.float16, np.float16, 0),
-        ([(1, 4, 8), (1, 8, 16), (1, 4, 16)], np.float32, np.float16, 0),
-        ([(1, 4, 8), (1, 8, 16), (1, 4, 16)], np.float32, jnp.bfloat16, 0),
-        ([(1, 4, 8), (1, 8, 16), (1, 4, 16)], np.float32, np.float32, 1024),
-        ([(1, 6, 33), (1, 33, 16), (1, 6, 16)], np.float32, jnp.bfloat16, 4095),
-        ([(4, 8), (8, 16), (4, 16)], np.float32, np.float32, 0),
+        ([(1, 4, 8), (1, 9, 16), (1, 4, 16)], np.float32, np.float32),
+        ([(1, 4, 8), (1, 8, 24), (1, 4, 24)], np.float32, np.float32),
+        ([(1, 4, 8), (1, 8, 24), (1, 4, 24)], np.float32, jnp.bfloat16),
+        ([(1, 4, 8), (1, 8, 16), (1, 5, 16)], np.float32, np.float32),
+        ([(1, 4, 8), (2, 8, 16), (1, 4, 16)], np.float32, np.float32),
+        ([(1, 4, 8), (1, 8, 16), (1, 4, 16)], np.float16, np.float16),
+        ([(1, 4, 8), (1, 8, 16), (1, 4, 16)], np.float32, np.float16),
+        ([(1, 4, 8), (1, 8, 16), (1, 4, 16)], jnp.bfloat16, jnp.bfloat16),
+        ([(4, 8), (8, 16), (4, 16)], np.float32, np.float32),
     ],
 )
-def test_buffers_that_do_not_fit_are_refused(shapes, dtype, matrix_dtype, parts):
+def test_buffers_that_do_not_fit_are_refused(shapes, dtype, matrix_dtype):
     assert "ddtree_few_rows_dot" in _ffi.cpu.registrations()
     x, matrix, out = shapes
-    results = [jax.ShapeDtypeStruct(out, dtype), jax.ShapeDtypeStruct((parts,), np.uint8)]
-    call = jax.ffi.ffi_call("ddtree_few_rows_dot", results)
+    call = jax.ffi.ffi_call("ddtree_few_rows_dot", jax.ShapeDtypeStruct(out, dtype))
     with pytest.raises(Exception, match="ddtree_few_rows_dot"):
         jax.block_until_ready(jax.jit(call)(jnp.zeros(x, dtype), jnp.zeros(matrix, matrix_dtype)))

@@ -96,8 +96,7 @@ def check_attention(rng):
 def check_embedding(rng):
     """A lookup in a split table gives the table's rows, the first or last for ids outside, in one sum of rows."""
     for dtype in ("float32", "bfloat16"):
-        target = random_target(rng, **_TARGET)
-        target = jax.tree.map(lambda leaf, dtype=dtype: leaf.astype(dtype), target)
+        target = random_target(rng, dtype=jnp.dtype(dtype), **_TARGET)
         table = np.asarray(target.embed_tokens[...])
         for devices in (2, 4):
             split = _placed(target, devices)

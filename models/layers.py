@@ -8,6 +8,8 @@ from flax import nnx
 
 from ddtree_jax.few_rows import few_rows_dot
 
+_SUM = 32  # numbers that XLA's CPU backend adds up within a larger operation
+
 
 class Linear(nnx.Module):
     """x @ kernel, without bias. `kernel` is [inputs, outputs]; zeros without `rngs`."""
@@ -30,9 +32,20 @@ class RMSNorm(nnx.Module):
 
     def __call__(self, x: jax.Array) -> jax.Array:
         wide = x.astype(jnp.float32)
-        wide = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + self.eps)
+        wide = wide * jax.lax.rsqrt(_mean(wide * wide) + self.eps)
         # Cast before the weight: in bfloat16 the order shows.
         return wide.astype(x.dtype) * self.weight[...].astype(x.dtype)
+
+
+def _mean(x: jax.Array) -> jax.Array:
+    """Mean over the last axis, which stays, of size 1."""
+    size = x.shape[-1]
+    if jax.default_backend() != "cpu" or size % _SUM:
+        return jnp.mean(x, axis=-1, keepdims=True)
+    # XLA's CPU backend makes two operations of a longer sum, apart from what comes before and after. The barrier
+    # keeps it from making one sum of these two.
+    parts = jnp.sum(x.reshape(*x.shape[:-1], size // _SUM, _SUM), axis=-2)
+    return jnp.sum(jax.lax.optimization_barrier(parts), axis=-1, keepdims=True) / size
 
 
 class MLP(nnx.Module):

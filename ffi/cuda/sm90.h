@@ -36,6 +36,21 @@ __device__ __forceinline__ void arrive_expecting(uint64_t* barrier, uint32_t byt
                : "memory");
 }
 
+// Arrives; whether as the last one that the phase waited for.
+__device__ __forceinline__ bool arrive_last(uint64_t* barrier) {
+  uint32_t missing;  // before
+  asm volatile(
+      "{\n"
+      ".reg .b64 state;\n"
+      "mbarrier.arrive.shared::cta.b64 state, [%1];\n"
+      "mbarrier.pending_count.b64 %0, state;\n"
+      "}\n"
+      : "=r"(missing)
+      : "r"(shared_address(barrier))
+      : "memory");
+  return missing == 1;
+}
+
 // Waits until the phase of this parity is over; a new barrier is past the phase of parity 1.
 __device__ __forceinline__ void wait(uint64_t* barrier, uint32_t parity) {
   asm volatile(
@@ -95,6 +110,25 @@ __device__ __forceinline__ void load_box(void* to, const CUtensorMap* map, uint6
       "cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4}], "
       "[%5];" ::"r"(shared_address(to)),
       "l"(map), "r"(column), "r"(row), "r"(plane), "r"(shared_address(barrier))
+      : "memory");
+}
+
+// A copy of one box from a four-dimensional map.
+__device__ __forceinline__ void load_box(void* to, const CUtensorMap* map, uint64_t* barrier, int column, int row,
+                                         int slice, int plane) {
+  asm volatile(
+      "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4, %5}], "
+      "[%6];" ::"r"(shared_address(to)),
+      "l"(map), "r"(column), "r"(row), "r"(slice), "r"(plane), "r"(shared_address(barrier))
+      : "memory");
+}
+
+// Starts the copy of bytes; addresses and count are multiples of 16.
+__device__ __forceinline__ void load_bytes(void* to, const void* from, uint64_t* barrier, uint32_t bytes) {
+  asm volatile(
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
+          shared_address(to)),
+      "l"(from), "r"(bytes), "r"(shared_address(barrier))
       : "memory");
 }
 

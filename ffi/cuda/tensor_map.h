@@ -36,9 +36,28 @@ inline bool encode_map(EncodeMap encode, const void* data, int64_t rows, int64_t
                 CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
 }
 
+// The driver's function, or null.
+inline EncodeMap encoder() {
+  static const EncodeMap encode = find_encoder();
+  return encode;
+}
+
+// A map of the cache whose boxes are whole rows: `box_rows` of their first 64 numbers, then of the next.
+inline bool encode_rows(const Problem& p, int box_rows, CUtensorMap* map) {
+  constexpr cuuint32_t kSlices = DDTREE_ROW_DIM / 64;
+  const cuuint64_t sizes[4] = {64, static_cast<cuuint64_t>(p.rows), kSlices,
+                               static_cast<cuuint64_t>(p.layers) * p.batch};
+  const cuuint64_t strides[3] = {DDTREE_ROW_DIM * 2, 128, static_cast<cuuint64_t>(p.rows) * DDTREE_ROW_DIM * 2};
+  const cuuint32_t box[4] = {64, static_cast<cuuint32_t>(box_rows), kSlices, 1}, steps[4] = {1, 1, 1, 1};
+  return encoder() != nullptr &&
+         encoder()(map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 4, const_cast<void*>(p.cache), sizes, strides, box, steps,
+                   CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+                   CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
+}
+
 // The query's map, whose boxes have `query_rows` rows, and the cache's.
 inline bool encode_maps(const Problem& p, int query_rows, CUtensorMap* query_map, CUtensorMap* cache_map) {
-  static const EncodeMap encode = find_encoder();
+  const EncodeMap encode = encoder();
   return encode != nullptr &&
          encode_map(encode, p.query, static_cast<int64_t>(p.batch) * p.nodes * p.heads, 0, query_rows, query_map) &&
          encode_map(encode, p.cache, p.rows, static_cast<int64_t>(p.layers) * p.batch, kHopperStep, cache_map);

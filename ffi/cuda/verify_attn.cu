@@ -24,24 +24,23 @@
 #include "ffi/arguments.h"
 #include "ffi/cuda/launch.h"
 #include "ffi/cuda/ptx.h"
+#include "ffi/cuda/sm90.h"
+#include "ffi/cuda/tensor_map.h"
 #include "ffi/cuda/verify_attn.h"
 #include "ffi/cuda/verify_merge.h"
 #include "ffi/cuda/verify_plan.h"
+#include "ffi/cuda/verify_rows.h"
 #include "ffi/ddtree.h"
 #include "ffi/e4m3.h"
 
 namespace {
 
-using namespace ddtree;  // NOLINT: what the kernels share
+using namespace ddtree;            // NOLINT: what the kernels share
+using namespace ddtree::portable;  // NOLINT
 
-constexpr int kThreads = 256;
 constexpr int kWarps = kThreads / 32;
 constexpr int kGroupRows = 32;  // of four warps
 constexpr int kParts = 4;       // warps that share a group's rows
-constexpr int kStep = 32;       // cache rows of a step
-constexpr int kRowBytes = DDTREE_ROW_DIM * 2;
-constexpr int kStageBytes = kStep * kRowBytes;
-constexpr int kStages = 2;
 constexpr int kKSteps = DDTREE_ROW_DIM / 64;     // 16-number slices of a warp in the first product
 constexpr int kColumns = DDTREE_LATENT_DIM / 64;  // 16-column slices of a warp in the second
 constexpr int kKeysAhead = 3;    // fragments of cache rows that are on their way to the first product
@@ -56,13 +55,22 @@ constexpr int kSegmentOffset = kSumOffset + kThreads * 4;
 // A segment, and where its request's rows are: kept in shared memory since registers are what a thread lacks.
 struct SegmentAndRows : Segment {
   const void* cache;
+  int plane;  // in the cache's map
+  // A block numbers its steps through all segments, so that the number tells a stage and the phase of its barriers:
+  // the segment's first one, the one after its last, and the first that meets the tree.
+  int first, end, first_masked;
+  // The first cache row of a step.
+  __device__ __forceinline__ int row_of(int number) const { return (step + number - first) * kStep; }
 };
 
 constexpr int kRunOffset = kSegmentOffset + sizeof(SegmentAndRows);
 constexpr int kNeededOffset = kRunOffset + sizeof(Run);
 // Of an e4m3 cache: what multiplies scores, then the output.
 constexpr int kScaleOffset = kNeededOffset + kTries * sizeof(int);
-constexpr int kSharedBytes = kScaleOffset + 2 * sizeof(float);
+// From sm_90 on, barriers of each stage: its rows have arrived; all warps have left it.
+constexpr int kArrivedOffset = (kScaleOffset + 2 * sizeof(float) + 7) / 8 * 8;
+constexpr int kLeftOffset = kArrivedOffset + kStages * sizeof(uint64_t);
+constexpr int kSharedBytes = kLeftOffset + kStages * sizeof(uint64_t);
 static_assert(kSharedBytes <= 99 * 1024, "the smallest opt-in limit among sm_80 and later");
 
 constexpr int kMaxBlocks = 256;  // of the persistent grid
@@ -98,103 +106,6 @@ struct Place {
   }
 };
 
-// Starts the copy of cache rows [first, first + 32) of one request to a stage; rows from `end` on become zeros. A row's
-// 16-byte chunk c lies at c ^ (row % 8), which keeps ldmatrix free of bank conflicts. A warp copies four rows.
-__device__ __forceinline__ void load_step(uint32_t stage, const __nv_bfloat16* cache, int first, int end,
-                                          Place me) {
-  const uint32_t warp = me.warp, lane = me.lane;
-  const uint32_t row = warp * 4, tail_row = row + lane / 8;
-  const char* from = reinterpret_cast<const char*>(cache + static_cast<int64_t>(first + row) * DDTREE_ROW_DIM);
-  const uint32_t to = stage + row * kRowBytes;
-  const uint32_t tail_to = stage + tail_row * kRowBytes + 1024 + ((lane % 8 ^ tail_row % 8) << 4);
-  const uint32_t tail_from = lane / 8 * kRowBytes + 1024 + lane % 8 * 16;
-  if (first + kStep <= end) {
-#pragma unroll
-    for (int j = 0; j < 4; ++j) {
-      const uint32_t chunk = to + j * kRowBytes + ((lane ^ (row % 8 + j)) << 4);
-      copy16(chunk, from + lane * 16 + j * kRowBytes);
-      copy16(chunk + 512, from + lane * 16 + j * kRowBytes + 512);
-    }
-    copy16(tail_to, from + tail_from);
-  } else {
-    const char* inside = reinterpret_cast<const char*>(cache);
-#pragma unroll
-    for (int j = 0; j < 4; ++j) {
-      const uint32_t chunk = to + j * kRowBytes + ((lane ^ (row % 8 + j)) << 4);
-      const bool valid = first + static_cast<int>(row) + j < end;
-      const char* source = valid ? from + lane * 16 + j * kRowBytes : inside;
-      copy16_or_zero(chunk, source, valid);
-      copy16_or_zero(chunk + 512, source + 512, valid);
-    }
-    const bool valid = first + static_cast<int>(tail_row) < end;
-    copy16_or_zero(tail_to, valid ? from + tail_from : inside, valid);
-  }
-}
-
-// The same of e4m3 as it lies: a step's rows are one run of bytes.
-__device__ __forceinline__ void load_step(uint32_t landing, const uint8_t* cache, int first, int end, Place me) {
-  constexpr int kRowChunks = DDTREE_ROW_DIM / 16;
-  const int thread = static_cast<int>(me.warp * 32 + me.lane), chunks = min(end - first, kStep) * kRowChunks;
-  const uint8_t* from = cache + static_cast<int64_t>(first) * DDTREE_ROW_DIM;
-#pragma unroll
-  for (int j = 0; j < kStep * kRowChunks; j += kThreads) {
-    const int i = thread + j;
-    if (j + kThreads <= kStep * kRowChunks || i < kStep * kRowChunks) {
-      copy16_or_zero(landing + i * 16, i < chunks ? from + i * 16 : cache, i < chunks);
-    }
-  }
-}
-
-// Where the rows of a step land: bfloat16 in the stage where they are used, e4m3 behind the one that they widen into.
-template <typename Cache>
-__device__ __forceinline__ uint32_t landing_of(uint32_t base, int step) {
-  const uint32_t place = static_cast<uint32_t>(step) % kStages;
-  return sizeof(Cache) == 2 ? base + place * kStageBytes : base + kStageBytes + place * (kStageBytes / 2);
-}
-
-// Two e4m3 numbers, in the high bytes of the halves of `spread`, as bfloat16: as bits of bfloat16 they are too small by
-// 2^120, subnormals included. NaN comes out as 480, which is no e4m3 number.
-__device__ __forceinline__ uint32_t widen_pair(uint32_t spread) {
-  const uint32_t bits = (spread & 0x80008000u) | (spread >> 4 & 0x07f007f0u);
-  const __nv_bfloat162 power = __halves2bfloat162(__ushort_as_bfloat16(0x7b80), __ushort_as_bfloat16(0x7b80));
-  const __nv_bfloat162 pair = __hmul2(*reinterpret_cast<const __nv_bfloat162*>(&bits), power);
-  return *reinterpret_cast<const uint32_t*>(&pair);
-}
-
-// Makes 480 NaN.
-__device__ __forceinline__ uint32_t restore_nan(uint32_t pair) {
-  if ((pair & 0x7fffu) == 0x43f0u) pair |= 0x7f80u;
-  if ((pair & 0x7fff0000u) == 0x43f00000u) pair |= 0x7f800000u;
-  return pair;
-}
-
-// Spreads 8 numbers from `from` into the 16-byte chunk at `to`.
-__device__ __forceinline__ void widen_chunk(const uint8_t* from, uint8_t* to) {
-  const uint2 x = *reinterpret_cast<const uint2*>(from);
-  uint4 y = make_uint4(widen_pair(__byte_perm(x.x, 0, 0x1404)), widen_pair(__byte_perm(x.x, 0, 0x3424)),
-                       widen_pair(__byte_perm(x.y, 0, 0x1404)), widen_pair(__byte_perm(x.y, 0, 0x3424)));
-  // A byte of 0x7f or 0xff carries into its eighth bit.
-  if ((((x.x & 0x7f7f7f7fu) + 0x01010101u) | ((x.y & 0x7f7f7f7fu) + 0x01010101u)) & 0x80808080u) {
-    y = make_uint4(restore_nan(y.x), restore_nan(y.y), restore_nan(y.z), restore_nan(y.w));
-  }
-  *reinterpret_cast<uint4*>(to) = y;
-}
-
-// Widens a step of e4m3 rows into a stage, laid out as load_step lays out bfloat16. A warp takes four rows.
-__device__ __forceinline__ void widen_step(const uint8_t* landing, uint8_t* stage, Place me) {
-  const uint32_t row = me.warp * 4, tail_row = row + me.lane / 8;
-  const uint8_t* from = landing + row * DDTREE_ROW_DIM + me.lane * 8;
-  uint8_t* to = stage + row * kRowBytes;
-#pragma unroll
-  for (int j = 0; j < 4; ++j) {
-    uint8_t* chunk = to + j * kRowBytes + ((me.lane ^ (row % 8 + j)) << 4);
-    widen_chunk(from + j * DDTREE_ROW_DIM, chunk);
-    widen_chunk(from + j * DDTREE_ROW_DIM + 256, chunk + 512);
-  }
-  widen_chunk(landing + tail_row * DDTREE_ROW_DIM + 512 + me.lane % 8 * 8,
-              stage + tail_row * kRowBytes + 1024 + ((me.lane % 8 ^ tail_row % 8) << 4));
-}
-
 // The warp whose eight rows this warp keeps as slice `slice`; slice 0 is its own.
 __device__ __forceinline__ uint32_t owner_of(Place me, int slice) { return (me.part + slice) % kParts; }
 
@@ -223,10 +134,10 @@ __device__ __forceinline__ void send_scores(uint8_t* shared, Place me, int half,
 __device__ __forceinline__ void score_step(uint8_t* shared, uint32_t stage, const uint32_t (&query)[2][kKSteps][4],
                                            Place me, float (&own)[4][2]) {
   const uint32_t row = me.lane % 8 + me.lane / 16 * 8;
-  const uint32_t keys = stage + row * kRowBytes + (((me.part * 2 + me.lane / 8 % 2) ^ row % 8) << 4);
+  const uint32_t keys = stage + row * 128 + (((me.part * 2 + me.lane / 8 % 2) ^ row % 8) << 4);
   uint32_t key[kKeysAhead][4];
   const auto fetch = [&](int i) {
-    load_matrices(key[i % kKeysAhead], keys + i % kKSteps * 128 + i / kKSteps * 16 * kRowBytes);
+    load_matrices(key[i % kKeysAhead], keys + i % kKSteps * kSlice + i / kKSteps * kHalfStep);
   };
 #pragma unroll
   for (int i = 0; i < kKeysAhead; ++i) fetch(i);
@@ -248,21 +159,11 @@ __device__ __forceinline__ void score_step(uint8_t* shared, uint32_t stage, cons
   }
 }
 
-// Makes what is not finite in a stage's latent numbers zero. A node's row may be NaN, and nodes that do not see it
-// multiply it by zero; by now it has made the scores of those that do see it NaN.
-__device__ __forceinline__ void clear_not_finite(uint8_t* stage, uint32_t thread) {
-#pragma unroll 1
-  for (uint32_t i = thread; i < kStep * DDTREE_LATENT_DIM / 8; i += kThreads) {
-    uint4* chunk = reinterpret_cast<uint4*>(stage + i / 64 * kRowBytes + (i % 64 << 4));
-    *chunk = finite(*chunk);
-  }
-}
-
 // The softmax of a step: completes the scores of the row that this lane's quad owns, and leaves their weights, laid out
 // as the second product takes them, and by what the row's output so far shrinks.
 template <typename Cache>
-__device__ __forceinline__ void weigh_step(const Problem& p, uint8_t* shared, const Segment& segment, int step,
-                                           bool masked, Place me, float (&own)[4][2]) {
+__device__ __forceinline__ void weigh_step(const Problem& p, uint8_t* shared, const SegmentAndRows& segment,
+                                           int number, bool masked, Place me, float (&own)[4][2]) {
   uint8_t* from = me.exchange(shared, me.part);
 #pragma unroll
   for (int other = 0; other < kParts - 1; ++other) {
@@ -279,7 +180,7 @@ __device__ __forceinline__ void weigh_step(const Problem& p, uint8_t* shared, co
     const int row = segment.tile * kTileRows + static_cast<int>(me.warp * 8 + me.lane / 4);
     const int node = min(row / p.heads, segment.nodes - 1);
     const uint32_t seen = visible(p.ancestors + (static_cast<int64_t>(segment.request) * p.nodes + node) * p.words,
-                                  p.words, step * kStep - segment.length, segment.nodes) >>
+                                  p.words, segment.row_of(number) - segment.length, segment.nodes) >>
                           me.lane % 4 * 2;
 #pragma unroll
     for (int t = 0; t < 4; ++t) {
@@ -322,28 +223,42 @@ __device__ __forceinline__ void weigh_step(const Problem& p, uint8_t* shared, co
   }
 }
 
+// `first` is the number of the segment's first step.
 template <typename Cache>
-__device__ void next_segment_and_rows(const Problem& p, Run* run, SegmentAndRows* s) {
+__device__ void next_segment_and_rows(const Problem& p, Run* run, SegmentAndRows* s, int first) {
   next_segment(p, run, s);
-  const int layer = layer_of(p.layer, p.layers);
-  s->cache = static_cast<const Cache*>(p.cache) +
-             (static_cast<int64_t>(layer) * p.batch + s->request) * p.rows * DDTREE_ROW_DIM;
+  s->first = first;
+  s->end = first + s->end_step - s->step;
+  s->first_masked = first + s->length / kStep - s->step;
+  s->plane = layer_of(p.layer, p.layers) * p.batch + s->request;
+  s->cache = static_cast<const Cache*>(p.cache) + static_cast<int64_t>(s->plane) * p.rows * DDTREE_ROW_DIM;
 }
 
 template <typename Cache>
-__global__ void __launch_bounds__(kThreads, 1) attend(const Problem p) {
+__global__ void __launch_bounds__(kThreads, 1) attend(const Problem p, const __grid_constant__ CUtensorMap map) {
   constexpr bool kE4m3 = sizeof(Cache) == 1;
-  constexpr int kAhead = kE4m3 ? 2 : 1;  // steps that are asked for before they are used
+  constexpr bool kBoxes = kBulk && !kE4m3;
+  constexpr int kAhead = kE4m3 || kBulk ? 2 : 1;  // steps that are asked for before the first one is used
   extern __shared__ __align__(1024) uint8_t shared[];
   SegmentAndRows& segment = *reinterpret_cast<SegmentAndRows*>(shared + kSegmentOffset);
   Run& run = *reinterpret_cast<Run*>(shared + kRunOffset);
   const uint32_t base = static_cast<uint32_t>(__cvta_generic_to_shared(shared));
   const uint32_t thread = threadIdx.x;
+  uint64_t* arrived = reinterpret_cast<uint64_t*>(shared + kArrivedOffset);
+  uint64_t* left = reinterpret_cast<uint64_t*>(shared + kLeftOffset);
+  const auto phase_of = [](int number) { return static_cast<uint32_t>(number) / kStages % 2; };
 
+  if (kBulk && thread == 0) {
+    for (int i = 0; i < kStages; ++i) {
+      sm90::init_barrier(&arrived[i], 1);
+      sm90::init_barrier(&left[i], kWarps);
+    }
+    sm90::fence_barrier_init();
+  }
   start_run(p, reinterpret_cast<int*>(shared + kNeededOffset), &run);
   __syncthreads();
   if (thread == 0) {
-    next_segment_and_rows<Cache>(p, &run, &segment);
+    next_segment_and_rows<Cache>(p, &run, &segment, 0);
     if constexpr (kE4m3) {
       const float scale = layer_scale(p.cache_scale, p.layer, p.layers);
       *reinterpret_cast<float2*>(shared + kScaleOffset) = make_float2(p.log2_scale * scale, scale);
@@ -353,14 +268,25 @@ __global__ void __launch_bounds__(kThreads, 1) attend(const Problem p) {
   __syncthreads();
 
   while (segment.request < p.batch) {
+    // Asks for a step's rows: one thread, or all.
+    const auto ask = [&](int number) {
+      uint8_t* to = shared + landing_of<Cache>(number);
+      const Cache* cache = static_cast<const Cache*>(segment.cache);
+      const int first = segment.row_of(number), end = segment.length + segment.nodes;
+      if constexpr (kBoxes) {
+        bring_step(to, &arrived[number % kStages], &map, first, segment.plane);
+      } else if constexpr (kBulk) {
+        bring_step(to, &arrived[number % kStages], cache, first, end);
+      } else {
+        const Place me(thread);
+        copy_step(shared_address(to), cache, first, end, me.warp, me.lane);
+      }
+    };
 #pragma unroll
     for (int ahead = 0; ahead < kAhead; ++ahead) {
-      const int step = segment.step + ahead;
-      if (ahead == 0 || step < segment.end_step) {
-        load_step(landing_of<Cache>(base, step), static_cast<const Cache*>(segment.cache), step * kStep,
-                  segment.length + segment.nodes, Place(thread));
-      }
-      commit_copies();
+      const int number = segment.first + ahead;
+      if ((!kBulk || thread == 0) && (ahead == 0 || number < segment.end)) ask(number);
+      if constexpr (!kBulk) commit_copies();
     }
 
     uint32_t query[2][kKSteps][4];
@@ -400,27 +326,34 @@ __global__ void __launch_bounds__(kThreads, 1) attend(const Problem p) {
       if (me.lane % 4 == 0) *me.maximum(shared) = -INFINITY;
     }
 
-    for (int step = segment.step; step < segment.end_step; ++step) {
-      wait_copies<kAhead - 1>();
-      __syncthreads();
-      uint32_t stage = landing_of<Cache>(base, step);
+    for (int number = segment.first; number < segment.end; ++number) {
+      if constexpr (kBoxes) {
+        group_barrier(thread / (kParts * 32));  // the partners have read the weights of the step before
+        sm90::wait(&arrived[number % kStages], phase_of(number));
+      } else if constexpr (kBulk) {
+        __syncthreads();
+        sm90::wait(&arrived[number % kStages], phase_of(number));
+      } else {
+        wait_copies<kAhead - 1>();
+        __syncthreads();
+      }
+      uint32_t stage = base + landing_of<Cache>(number);
       if constexpr (kE4m3) {
-        widen_step(shared + (stage - base), shared, Place(thread));
+        const Place me(thread);
+        widen_step(shared + (stage - base), shared, me.warp, me.lane);
         __syncthreads();
         stage = base;
+        if (kBulk && thread == 0 && number + kAhead < segment.end) ask(number + kAhead);
       }
-      const auto ends_in_tree = [&] { return (step + 1) * kStep > segment.length; };
-      bool masked = !kE4m3 && ends_in_tree();
 
       float own[4][2];
       score_step(shared, stage, query, Place(thread), own);
-      if constexpr (kE4m3) masked = ends_in_tree();  // before the product, a register would be missing (sm_120)
-      // Not before the first product: its reads of shared memory would queue behind these copies.
-      if (step + kAhead < segment.end_step) {
-        load_step(landing_of<Cache>(base, step + kAhead), static_cast<const Cache*>(segment.cache),
-                  (step + kAhead) * kStep, segment.length + segment.nodes, Place(thread));
+      if constexpr (!kBulk) {
+        // Not before the first product: its reads of shared memory would queue behind these copies.
+        if (number + kAhead < segment.end) ask(number + kAhead);
+        commit_copies();
       }
-      commit_copies();
+      const bool masked = number >= segment.first_masked;
       if (masked) {
         __syncthreads();
         clear_not_finite(shared + (stage - base), thread);
@@ -428,12 +361,12 @@ __global__ void __launch_bounds__(kThreads, 1) attend(const Problem p) {
       } else {
         group_barrier(thread / (kParts * 32));
       }
-      weigh_step<Cache>(p, shared, segment, step, masked, Place(thread), own);
+      weigh_step<Cache>(p, shared, segment, number, masked, Place(thread), own);
       group_barrier(thread / (kParts * 32));
 
       const Place me(thread);
       const uint32_t row = me.lane % 16;
-      const uint32_t values = stage + row * kRowBytes + (((me.part * 2 + me.lane / 16) ^ row % 8) << 4);
+      const uint32_t values = stage + row * 128 + (((me.part * 2 + me.lane / 16) ^ row % 8) << 4);
       uint32_t weight[2][2][4], value[kValuesAhead][4];
       const auto fetch_weights = [&](int half) {
 #pragma unroll
@@ -445,7 +378,7 @@ __global__ void __launch_bounds__(kThreads, 1) attend(const Problem p) {
       };
       const auto fetch = [&](int i) {
         load_matrices_transposed(value[i % kValuesAhead],
-                                 values + i / kColumns * 16 * kRowBytes + i % kColumns * 128);
+                                 values + i / kColumns * kHalfStep + i % kColumns * kSlice);
       };
       fetch_weights(0);
 #pragma unroll
@@ -478,6 +411,13 @@ __global__ void __launch_bounds__(kThreads, 1) attend(const Problem p) {
         }
         if (i + kValuesAhead < 2 * kColumns) fetch(i + kValuesAhead);
         if (i + kValuesAhead == kColumns) fetch_weights(1);
+      }
+      if constexpr (kBoxes) {
+        // The last warp to leave a stage asks for the rows that come to it next: nobody waits for the others.
+        __syncwarp();
+        if (thread % 32 == 0 && sm90::arrive_last(&left[number % kStages]) && number + kStages < segment.end) {
+          ask(number + kStages);
+        }
       }
     }
 
@@ -534,7 +474,7 @@ __global__ void __launch_bounds__(kThreads, 1) attend(const Problem p) {
         }
     }
     __syncthreads();
-    if (thread == 0) next_segment_and_rows<Cache>(p, &run, &segment);
+    if (thread == 0) next_segment_and_rows<Cache>(p, &run, &segment, segment.end);
     __syncthreads();
   }
 }
@@ -676,13 +616,13 @@ int ddtree_verify_attn_cuda(const ddtree_verify_attn_args* args, void* stream) {
                              ddtree_verify_attn_workspace(batch, rows, nodes, heads, args->dtype))) {
     return DDTREE_INVALID_ARGUMENT;
   }
-  const auto portable = e4m3 ? attend<uint8_t> : attend<__nv_bfloat16>;
+  const auto kernel = e4m3 ? attend<uint8_t> : attend<__nv_bfloat16>;
   int device = 0, processors = 0, major = 0, minor = 0;
   if (cudaGetDevice(&device) != cudaSuccess ||
       cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device) != cudaSuccess ||
       cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device) != cudaSuccess ||
       cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device) != cudaSuccess ||
-      cudaFuncSetAttribute(portable, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytes) != cudaSuccess) {
+      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytes) != cudaSuccess) {
     return ddtree::refused();
   }
   const bool has_hopper = major == 9 && minor == 0 && ddtree::hopper_built(device);
@@ -714,7 +654,10 @@ int ddtree_verify_attn_cuda(const ddtree_verify_attn_args* args, void* stream) {
     if (status != DDTREE_OK || size > 0) return status;
     return ddtree::launch_merge<__nv_bfloat16, __half>(problem, processors, cuda_stream);
   }
-  portable<<<blocks, kThreads, kSharedBytes, cuda_stream>>>(problem);
+  CUtensorMap map{};
+  // Code for sm_90 and later takes it.
+  if (major >= 9 && !e4m3 && !ddtree::encode_rows(problem, kStep, &map)) return ddtree::refused();
+  kernel<<<blocks, kThreads, kSharedBytes, cuda_stream>>>(problem, map);
   return e4m3 ? ddtree::launch_merge<uint8_t, float>(problem, processors, cuda_stream)
               : ddtree::launch_merge<__nv_bfloat16, float>(problem, processors, cuda_stream);
 }

@@ -50,6 +50,8 @@ def _report(source, arch, tmp_path):
         *((path.name, "120") for path in sorted((_FFI / "cuda").glob("*.cu"))),
         ("draft_topk.cu", "90a"),
         ("expert_mlp.cu", "90a"),
+        ("verify_attn.cu", "90a"),
+        ("verify_attn.cu", "80"),
         ("verify_attn_hopper.cu", "90a"),
         ("verify_attn_few_hopper.cu", "90a"),
     ],

@@ -1,21 +1,21 @@
 // The product of a few rows of float32 with a matrix of bfloat16 by AMX, which multiplies tiles of bfloat16 and adds in
 // float32.
 //
-// A float32 is the sum of three bfloat16 exactly: its significand's upper, middle and lower eight bits. The parts of five
-// rows are a tile of fifteen, which costs no more than one row's three.
+// A float32 is the sum of three bfloat16 exactly: its significand's upper, middle and lower eight bits. The parts of
+// five rows are a tile of fifteen, which costs hardly more than one row's three.
 //
 // AMX multiplies pairs of inputs, but the matrix has pairs of columns side by side, and to interleave its rows takes
 // longer than a second product. So each tile of the matrix, 16 inputs by 32 columns, is multiplied twice, by parts with
 // zeros between them, for the even columns and for the odd ones. Should a column's weight be no finite number, zero
-// times it makes NaN of the column beside it: where a sum is NaN it is done again without AMX.
+// times it makes NaN of the column beside it: where a sum is NaN, it is done again without AMX.
 //
 // The three parts have sums of their own, added at the end, and each goes over 16 inputs at a time. That order is the
 // same wherever a row or a column stands, so that a row's result depends neither on the other rows nor on the number of
 // tasks.
 //
-// AMX takes subnormal numbers for zero, whatever the thread's mode, and makes zero of subnormal sums: a part below 2^-126
-// is lost, that is the lowest eight bits of an x below 2^-110, the lowest sixteen below 2^-118. What is lost of x @ matrix
-// is less than 2^-123 (|x| + |matrix| + 1) an input.
+// AMX takes subnormal numbers for zero, whatever the thread's mode, and makes zero of subnormal sums. So a part below
+// 2^-126 is lost, that is the lowest eight bits of an x below 2^-110, the lowest sixteen below 2^-118. What is lost of
+// x @ matrix is less than 2^-123 (|x| + |matrix| + 1) an input.
 #include <algorithm>
 
 #include "ffi/cpu/kernels.h"
@@ -176,8 +176,8 @@ DDTREE_AMX void Add(const Panel& panel, const float* sums, const float* x, int64
   }
 }
 
-// The parts of the rows of one of a call's matrices: [steps][rows][3][16]. Every thread makes its own, once, since others'
-// would come from another processor's cache.
+// The parts of the rows of one of a call's matrices: [steps][rows][3][16]. Every thread makes its own, once, since
+// another's would come from another processor's cache.
 class Parts {
  public:
   const float* Of(const FewRowsArgs& a, int64_t batch) {

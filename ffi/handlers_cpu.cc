@@ -109,8 +109,8 @@ ffi::Error FewRowsDot(Any x, Any matrix, Out out) {
       .Require(HasFewRows(), "this processor lacks AVX-512");
   if (!check.ok()) return check.error();
   FewRowsArgs args{Data<float>(x), nullptr, nullptr, Data<float>(out), batch, rows, inputs, outputs, 0};
-  // Reading a float32 of the matrix takes as long as some eight multiply-adds, and AMX does four at the cost of one. Its
-  // tasks are few, since they are short and begin with a wait for the matrix.
+  // Reading a float32 of the matrix takes as long as some eight multiply-adds, and AMX does four at the cost of one.
+  // Its tasks are few, since they are short and begin with a wait for the matrix.
   double number = std::max<int64_t>(rows, 8);
   int64_t tasks_a_thread = kTasksAThread;
   if (!bfloat) {

@@ -123,15 +123,6 @@ __device__ __forceinline__ void load_box(void* to, const CUtensorMap* map, uint6
       : "memory");
 }
 
-// Starts the copy of bytes; addresses and count are multiples of 16.
-__device__ __forceinline__ void load_bytes(void* to, const void* from, uint64_t* barrier, uint32_t bytes) {
-  asm volatile(
-      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
-          shared_address(to)),
-      "l"(from), "r"(bytes), "r"(shared_address(barrier))
-      : "memory");
-}
-
 // Brings bytes to the L2 cache; address and count are multiples of 16.
 __device__ __forceinline__ void prefetch_bytes(const void* from, uint32_t bytes) {
   asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(bytes) : "memory");

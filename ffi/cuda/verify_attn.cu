@@ -237,8 +237,7 @@ __device__ void next_segment_and_rows(const Problem& p, Run* run, SegmentAndRows
 template <typename Cache>
 __global__ void __launch_bounds__(kThreads, 1) attend(const Problem p, const __grid_constant__ CUtensorMap map) {
   constexpr bool kE4m3 = sizeof(Cache) == 1;
-  constexpr bool kBoxes = kBulk && !kE4m3;
-  constexpr int kAhead = kE4m3 || kBulk ? 2 : 1;  // steps that are asked for before the first one is used
+  constexpr int kAhead = kE4m3 || kBoxes<Cache> ? 2 : 1;  // steps that are asked for before the first one is used
   extern __shared__ __align__(1024) uint8_t shared[];
   SegmentAndRows& segment = *reinterpret_cast<SegmentAndRows*>(shared + kSegmentOffset);
   Run& run = *reinterpret_cast<Run*>(shared + kRunOffset);
@@ -246,9 +245,8 @@ __global__ void __launch_bounds__(kThreads, 1) attend(const Problem p, const __g
   const uint32_t thread = threadIdx.x;
   uint64_t* arrived = reinterpret_cast<uint64_t*>(shared + kArrivedOffset);
   uint64_t* left = reinterpret_cast<uint64_t*>(shared + kLeftOffset);
-  const auto phase_of = [](int number) { return static_cast<uint32_t>(number) / kStages % 2; };
 
-  if (kBulk && thread == 0) {
+  if (kBoxes<Cache> && thread == 0) {
     for (int i = 0; i < kStages; ++i) {
       sm90::init_barrier(&arrived[i], 1);
       sm90::init_barrier(&left[i], kWarps);
@@ -273,10 +271,8 @@ __global__ void __launch_bounds__(kThreads, 1) attend(const Problem p, const __g
       uint8_t* to = shared + landing_of<Cache>(number);
       const Cache* cache = static_cast<const Cache*>(segment.cache);
       const int first = segment.row_of(number), end = segment.length + segment.nodes;
-      if constexpr (kBoxes) {
+      if constexpr (kBoxes<Cache>) {
         bring_step(to, &arrived[number % kStages], &map, first, segment.plane);
-      } else if constexpr (kBulk) {
-        bring_step(to, &arrived[number % kStages], cache, first, end);
       } else {
         const Place me(thread);
         copy_step(shared_address(to), cache, first, end, me.warp, me.lane);
@@ -285,8 +281,8 @@ __global__ void __launch_bounds__(kThreads, 1) attend(const Problem p, const __g
 #pragma unroll
     for (int ahead = 0; ahead < kAhead; ++ahead) {
       const int number = segment.first + ahead;
-      if ((!kBulk || thread == 0) && (ahead == 0 || number < segment.end)) ask(number);
-      if constexpr (!kBulk) commit_copies();
+      if ((!kBoxes<Cache> || thread == 0) && (ahead == 0 || number < segment.end)) ask(number);
+      if constexpr (!kBoxes<Cache>) commit_copies();
     }
 
     uint32_t query[2][kKSteps][4];
@@ -327,12 +323,9 @@ __global__ void __launch_bounds__(kThreads, 1) attend(const Problem p, const __g
     }
 
     for (int number = segment.first; number < segment.end; ++number) {
-      if constexpr (kBoxes) {
+      if constexpr (kBoxes<Cache>) {
         group_barrier(thread / (kParts * 32));  // the partners have read the weights of the step before
-        sm90::wait(&arrived[number % kStages], phase_of(number));
-      } else if constexpr (kBulk) {
-        __syncthreads();
-        sm90::wait(&arrived[number % kStages], phase_of(number));
+        sm90::wait(&arrived[number % kStages], static_cast<uint32_t>(number) / kStages % 2);
       } else {
         wait_copies<kAhead - 1>();
         __syncthreads();
@@ -343,12 +336,11 @@ __global__ void __launch_bounds__(kThreads, 1) attend(const Problem p, const __g
         widen_step(shared + (stage - base), shared, me.warp, me.lane);
         __syncthreads();
         stage = base;
-        if (kBulk && thread == 0 && number + kAhead < segment.end) ask(number + kAhead);
       }
 
       float own[4][2];
       score_step(shared, stage, query, Place(thread), own);
-      if constexpr (!kBulk) {
+      if constexpr (!kBoxes<Cache>) {
         // Not before the first product: its reads of shared memory would queue behind these copies.
         if (number + kAhead < segment.end) ask(number + kAhead);
         commit_copies();
@@ -412,7 +404,7 @@ __global__ void __launch_bounds__(kThreads, 1) attend(const Problem p, const __g
         if (i + kValuesAhead < 2 * kColumns) fetch(i + kValuesAhead);
         if (i + kValuesAhead == kColumns) fetch_weights(1);
       }
-      if constexpr (kBoxes) {
+      if constexpr (kBoxes<Cache>) {
         // The last warp to leave a stage asks for the rows that come to it next: nobody waits for the others.
         __syncwarp();
         if (thread % 32 == 0 && sm90::arrive_last(&left[number % kStages]) && number + kStages < segment.end) {

@@ -3,9 +3,9 @@
 // A stage holds 32 rows as nine slices of 64 numbers, a slice as the 128-byte swizzle of TMA has it: the 16-byte chunk
 // c of a slice's row r lies at r * 128 + ((c ^ r % 8) << 4), which keeps ldmatrix free of bank conflicts.
 //
-// Before sm_90 every thread copies chunks of 16 bytes. Such copies hold up the reads of shared memory that products
-// wait for. From sm_90 on one thread asks for a whole step: in bfloat16 for a box of a tensor map, in e4m3 for a run of
-// bytes. What TMA brings beyond a request's rows are rows of the same request, or zeros: nodes do not see them.
+// From sm_90 on one thread asks for a step of bfloat16, a box of a tensor map. What TMA brings beyond a request's rows
+// are rows of the same request, or zeros: nodes do not see them. Else every thread copies chunks of 16 bytes, which hold
+// up the reads of shared memory that products wait for.
 #ifndef DDTREE_FFI_CUDA_VERIFY_ROWS_H_
 #define DDTREE_FFI_CUDA_VERIFY_ROWS_H_
 
@@ -25,15 +25,18 @@ constexpr int kThreads = 256;
 constexpr int kStep = 32;  // cache rows of a step
 constexpr int kRowBytes = DDTREE_ROW_DIM * 2;
 constexpr int kStageBytes = kStep * kRowBytes;
-constexpr int kSlice = kStep * 128;    // bytes from 64 numbers of a row to its next 64
-constexpr int kHalfStep = 16 * 128;    // from a row to the one 16 further on
+constexpr int kSlice = kStep * 128;  // bytes from 64 numbers of a row to its next 64
+constexpr int kHalfStep = 16 * 128;  // from a row to the one 16 further on
 constexpr int kStages = 2;
 
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-constexpr bool kBulk = true;
+constexpr bool kHasTma = true;
 #else
-constexpr bool kBulk = false;
+constexpr bool kHasTma = false;
 #endif
+// Whether rows come as boxes.
+template <typename Cache>
+constexpr bool kBoxes = kHasTma && sizeof(Cache) == 2;
 
 // Starts the copy of cache rows [first, first + 32) of one request to a stage; rows from `end` on become zeros. A warp
 // copies four rows.
@@ -87,15 +90,6 @@ __device__ __forceinline__ void bring_step(uint8_t* stage, uint64_t* arrived, co
                                            int plane) {
   sm90::arrive_expecting(arrived, kStageBytes);
   sm90::load_box(stage, map, arrived, 0, first, 0, plane);
-}
-
-// Rows of e4m3 from `first` on come as they lie, 32 of them or those before `end`. What was there before stays behind
-// them.
-__device__ __forceinline__ void bring_step(uint8_t* landing, uint64_t* arrived, const uint8_t* cache, int first,
-                                           int end) {
-  const uint32_t bytes = min(end - first, kStep) * DDTREE_ROW_DIM;
-  sm90::arrive_expecting(arrived, bytes);
-  sm90::load_bytes(landing, cache + static_cast<int64_t>(first) * DDTREE_ROW_DIM, arrived, bytes);
 }
 
 // Where in the stages the rows of a block's step land: bfloat16 where they are used, e4m3 behind the one stage that
@@ -155,7 +149,7 @@ __device__ __forceinline__ void clear_not_finite(uint8_t* stage, uint32_t thread
   uint4* chunks = reinterpret_cast<uint4*>(stage);
 #pragma unroll 1
   for (uint32_t i = thread; i < kStep * DDTREE_LATENT_DIM / 8; i += kThreads) chunks[i] = finite(chunks[i]);
-  if constexpr (kBulk) sm90::fence_writes();  // before the next rows come to the same place
+  if constexpr (kHasTma) sm90::fence_writes();  // before the next rows come to the same place
 }
 
 }  // namespace portable

@@ -266,6 +266,7 @@ DDTREE_AMX void FewRowsAmx(const FewRowsArgs& a, int64_t begin, int64_t end) {
     uint8_t rows[16] = {};
   } config;
   for (int tile = 0; tile < 8; ++tile) config.rows[tile] = tile < 6 ? 3 * chunk_rows : kStep;
+  __asm__ volatile("" : : "r"(&config) : "memory");  // GCC takes what is loaded next for eight bytes
   _tile_loadconfig(&config);
   thread_local Parts parts;
   const auto matrix = [&](int64_t item) {

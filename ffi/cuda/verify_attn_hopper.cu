@@ -147,47 +147,29 @@ __device__ void load_tiles(const Problem& p, Shared& s, const CUtensorMap* query
   }
 }
 
-// What the loading warp of a cluster's block does before the block's threads are together: the first tile is asked for
-// before lengths have been read. The blocks load a box of the query each, for all of them.
-__device__ __forceinline__ void start_cluster_loads(const Problem& p, Shared& s, const CUtensorMap* query_map,
-                                                    const CUtensorMap* cache_map, int lane) {
+// What a cluster's block does before its threads part. Its first tile is asked for before lengths have been read; the
+// query as soon as all blocks' barriers are there, a box by each block for all of them.
+//
+// All warps wait for the cluster before they meet again, though only the loading one needs it, and that all have arrived:
+// racecheck lets no warp past that wait until all of its block have come there, as does the code that ptxas makes of it
+// for launches without clusters.
+__device__ __forceinline__ void start_cluster_block(const Problem& p, Shared& s, const CUtensorMap* query_map,
+                                                    const CUtensorMap* cache_map, int thread) {
   const int size = cluster::size(), rank = blockIdx.x % size, tiles = shape_tiles(p.nodes, p.heads);
-  const int place = blockIdx.x / size, request = place / tiles;
-  if (lane == 0) {
+  const int place = blockIdx.x / size, request = place / tiles, box_rows = query_box_rows(p);
+  if (thread == kComputeThreads) {
     const int layer = p.layers == 1 ? 0 : layer_of(p.layer, p.layers);
     init_load_barriers(s);
     s.plane = layer * p.batch + request;
   }
   __syncwarp();
   cluster::arrive_relaxed();  // the barriers' own fence has made them known
-  if (lane == 0) {
+  if (thread == kComputeThreads) {
     uint32_t tile = 0;
     load_steps<true>(s, cache_map, s.plane, rank, rank + 1, &tile);
-    for (int box = 0; box < kBoxes; ++box) sm90::arrive_expecting(&s.arrived[box], query_box_rows(p) * 128);
-  }
-  __syncwarp();
-  cluster::wait();  // all blocks' barriers are there
-  if (lane == 0) {
-    const int row = request * p.nodes * p.heads + (place - request * tiles) * kTileRows;
-    for (int box = rank; box < kBoxes; box += size) {
-      sm90::load_box_for_all(s.query + box * sm90::kBoxBytes, query_map, &s.arrived[box], box * 64, row,
-                             (1 << size) - 1);
-    }
-  }
-  __syncwarp();
-}
-
-// What a cluster's block does before its threads part.
-__device__ __forceinline__ void start_cluster_block(const Problem& p, Shared& s, const CUtensorMap* query_map,
-                                                    const CUtensorMap* cache_map, int thread) {
-  const int box_rows = query_box_rows(p);
-  if (thread / 32 == kComputeThreads / 32) {
-    start_cluster_loads(p, s, query_map, cache_map, thread % 32);
-    return;
-  }
-  cluster::arrive_relaxed();
-  if (thread == kComputeThreads + 32) {
-    s.share = cluster_segment(p, blockIdx.x, cluster::size(), true);
+    for (int box = 0; box < kBoxes; ++box) sm90::arrive_expecting(&s.arrived[box], box_rows * 128);
+  } else if (thread == kComputeThreads + 32) {
+    s.share = cluster_segment(p, blockIdx.x, size, true);
     s.segments[0] = s.share;
   } else if (thread == kComputeThreads + 64) {
     init_barriers(s);
@@ -198,6 +180,15 @@ __device__ __forceinline__ void start_cluster_block(const Problem& p, Shared& s,
       reinterpret_cast<uint4*>(s.query + box * sm90::kBoxBytes + box_rows * 128)[chunk] = make_uint4(0, 0, 0, 0);
     }
     sm90::fence_writes();
+  }
+  __syncwarp();
+  cluster::wait();  // all blocks' barriers are there
+  if (thread == kComputeThreads) {
+    const int row = request * p.nodes * p.heads + (place - request * tiles) * kTileRows;
+    for (int box = rank; box < kBoxes; box += size) {
+      sm90::load_box_for_all(s.query + box * sm90::kBoxBytes, query_map, &s.arrived[box], box * 64, row,
+                             (1 << size) - 1);
+    }
   }
   __syncwarp();
 }
@@ -659,7 +650,6 @@ __global__ void __launch_bounds__(kThreads, 1)
         load_steps<false>(s, &cache_map, s.plane, s.share.step, s.share.end_step, &tile);
       }
       if (thread >= kComputeThreads + 96) fetch_ancestors(p, s, lane);
-      if (thread >= kComputeThreads + 32) cluster::wait();  // of the start: they have arrived
     } else {
       if (thread == kComputeThreads) load_tiles(p, s, &query_map, &cache_map);
       if (thread == kComputeThreads + 32) plan_segments(p, s);
@@ -678,7 +668,6 @@ __global__ void __launch_bounds__(kThreads, 1)
       // No product reads the keys any more: the output is left in their place.
       Left* left = reinterpret_cast<Left*>(s.keys);
       leave_output(p, s.segments[0], left, thread, out, maximum, s.sum);
-      cluster::wait();  // of the start
       merge_cluster<kComputeThreads / 32>(p, s.segments[0], left, thread);
     }
   }

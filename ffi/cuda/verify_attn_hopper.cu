@@ -220,26 +220,12 @@ __device__ void prefetch_queries(const Problem& p) {
 // Makes a buffer's latent numbers zero from row `end` on, and what is not finite in rows [first, end). A node's row may
 // be NaN, and nodes that do not see it multiply it by zero; by now it has made the scores of those that do see it NaN.
 __device__ __forceinline__ void clear_not_finite(uint8_t* keys, int first, int end, int thread) {
-  constexpr int kTogether = 4;  // boxes, so that reads of shared memory follow each other
 #pragma unroll 1
   for (int i = first * 8 + thread; i < kTileRows * 8; i += kGroupThreads) {
 #pragma unroll 1
-    for (int box = 0; box < 2 * kHalfBoxes; box += kTogether) {
-      uint4* chunks = reinterpret_cast<uint4*>(keys + box * sm90::kBoxBytes) + i;
-      constexpr int kBoxChunks = sm90::kBoxBytes / sizeof(uint4);
-      uint4 x[kTogether] = {};
-      if (i / 8 < end) {
-        bool all = true;
-#pragma unroll
-        for (int k = 0; k < kTogether; ++k) x[k] = chunks[k * kBoxChunks];
-#pragma unroll
-        for (int k = 0; k < kTogether; ++k) all = all && all_finite(x[k]);
-        if (all) continue;
-#pragma unroll
-        for (int k = 0; k < kTogether; ++k) x[k] = finite(x[k]);
-      }
-#pragma unroll
-      for (int k = 0; k < kTogether; ++k) chunks[k * kBoxChunks] = x[k];
+    for (int box = 0; box < 2 * kHalfBoxes; ++box) {
+      uint4& x = reinterpret_cast<uint4*>(keys + box * sm90::kBoxBytes)[i];
+      x = i / 8 < end ? finite(x) : make_uint4(0, 0, 0, 0);
     }
   }
 }
@@ -460,13 +446,18 @@ __device__ __forceinline__ void attend_side(const Problem& p, Shared& s, int thr
 #pragma unroll
       for (int i = 0; i < 32; ++i) score[i] *= p.log2_scale;
       if (__builtin_expect(static_cast<int>(tile) >= masked, 0)) {
-        sm90::sync_at(kGroup + kSide, kGroupThreads);  // every warp's scores are there
+        // Of a row that is not finite no score is.
+        bool broken = false;
+#pragma unroll
+        for (int i = 0; i < 32; ++i) broken |= !(fabsf(score[i]) <= FLT_MAX);
         // Of the tile's first row, counted from the tree's.
         const int step = kCluster && tile == 0 ? s.share.first : segment.end_step - static_cast<int>(end - tile);
         const int row = step * kHopperStep - segment.length;
-        clear_not_finite(s.keys[kSide], max(-row, 0), segment.nodes - row, thread);
-        sm90::fence_writes();
-        sm90::sync_at(kGroup + kSide, kGroupThreads);
+        if (sm90::any_at(kGroup + kSide, kGroupThreads, broken)) {
+          clear_not_finite(s.keys[kSide], max(-row, 0), segment.nodes - row, thread);
+          sm90::fence_writes();
+          sm90::sync_at(kGroup + kSide, kGroupThreads);
+        }
         // Of four threads with the same two rows each makes one word of what these see.
         const int place = hidden(thread), own_row = place / 32 * 16 + place % 32 / 4 + place / 2 % 2 * 8;
         const int node = min((segment.tile * kTileRows + own_row) / p.heads, segment.nodes - 1);
@@ -493,10 +484,10 @@ __device__ __forceinline__ void attend_side(const Problem& p, Shared& s, int thr
       if (__builtin_expect(__any_sync(~0u, factor[0] != 1.0f || factor[1] != 1.0f), 0)) rescale(out, factor);
       sm90::sync_at(kGroup + kSide, kGroupThreads);  // no warp's product still reads the weights of the tile before
       {
-        const int row = warp * 16 + lane % 16;
+        const int place = hidden(thread), row = place / 32 * 16 + place % 16;
         const uint32_t to = sm90::shared_address(s.weights) + row * 128;
 #pragma unroll
-        for (int k = 0; k < 4; ++k) sm90::store_matrices(to + ((k * 2 + lane / 16 ^ row % 8) << 4), weights[k]);
+        for (int k = 0; k < 4; ++k) sm90::store_matrices(to + ((k * 2 + place % 32 / 16 ^ row % 8) << 4), weights[k]);
       }
       if (lane % 4 == 0) {
 #pragma unroll

@@ -70,12 +70,6 @@ __device__ __forceinline__ uint4 finite(uint4 x) {
   return make_uint4(finite(x.x), finite(x.y), finite(x.z), finite(x.w));
 }
 
-// Whether that would change nothing: in each number the exponent plus one carries into the sign if it was all ones.
-__device__ __forceinline__ bool all_finite(uint4 x) {
-  const auto carry = [](uint32_t pair) { return (pair & 0x7f807f80u) + 0x00800080u; };
-  return ((carry(x.x) | carry(x.y) | carry(x.z) | carry(x.w)) & 0x80008000u) == 0;
-}
-
 // Which of the 32 cache rows from tree row `first` on a node sees; `first` is negative for rows of the prefix.
 __device__ __forceinline__ uint32_t visible(const uint32_t* ancestors, int words, int first, int nodes) {
   if (first <= -32) return ~0u;

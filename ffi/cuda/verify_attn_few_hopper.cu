@@ -187,27 +187,23 @@ __device__ __forceinline__ void attend_rows(const Problem& p, Shared<kRows>& s, 
       const int key = step * kHopperStep;
       if (__builtin_expect(key + kHopperStep > length, 0)) {
         // A node's row may be NaN, and nodes that do not see it multiply it by zero; by now it has made the scores of
-        // those that do see it NaN.
-        sm90::sync_at(kGroup, kComputeThreads);  // every warp's scores are there
+        // those that do see it NaN. Of a row that is not finite no score is.
+        bool broken = false;
+#pragma unroll
+        for (int i = 0; i < kRows / 2; ++i) broken |= !(fabsf(score[i]) <= FLT_MAX);
+        if (sm90::any_at(kGroup, kComputeThreads, broken)) {
+          const int end = length + segment.nodes - key;
 #pragma unroll 1
-        for (int i = max(length - key, 0) * 8 + thread; i < kHopperStep * 8; i += kComputeThreads) {
-          uint4 x[kLatentBoxes] = {};
-          if (i / 8 < length + segment.nodes - key) {
-            bool all = true;
-#pragma unroll
+          for (int i = max(length - key, 0) * 8 + thread; i < kHopperStep * 8; i += kComputeThreads) {
+#pragma unroll 1
             for (int box = 0; box < kLatentBoxes; ++box) {
-              x[box] = reinterpret_cast<const uint4*>(s.latents[buffer][box])[i];
-              all = all && all_finite(x[box]);
+              uint4& x = reinterpret_cast<uint4*>(s.latents[buffer][box])[i];
+              x = i / 8 < end ? finite(x) : make_uint4(0, 0, 0, 0);
             }
-            if (all) continue;
-#pragma unroll
-            for (int box = 0; box < kLatentBoxes; ++box) x[box] = finite(x[box]);
           }
-#pragma unroll
-          for (int box = 0; box < kLatentBoxes; ++box) reinterpret_cast<uint4*>(s.latents[buffer][box])[i] = x[box];
+          sm90::fence_writes();
+          sm90::sync_at(kGroup, kComputeThreads);
         }
-        sm90::fence_writes();
-        sm90::sync_at(kGroup, kComputeThreads);
 #pragma unroll
         for (int c = 0; c < kColumns; ++c) {
           const int node = min(query_row(c) / p.heads, segment.nodes - 1);

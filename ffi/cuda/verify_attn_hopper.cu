@@ -147,47 +147,29 @@ __device__ void load_tiles(const Problem& p, Shared& s, const CUtensorMap* query
   }
 }
 
-// What the loading warp of a cluster's block does before the block's threads are together: the first tile is asked for
-// before lengths have been read. The blocks load a box of the query each, for all of them.
-__device__ __forceinline__ void start_cluster_loads(const Problem& p, Shared& s, const CUtensorMap* query_map,
-                                                    const CUtensorMap* cache_map, int lane) {
+// What a cluster's block does before its threads part. Its first tile is asked for before lengths have been read; the
+// query as soon as all blocks' barriers are there, a box by each block for all of them.
+//
+// All warps wait for the cluster before they meet again, though only the loading one needs it, and that all have arrived:
+// racecheck lets no warp past that wait until all of its block have come there, as does the code that ptxas makes of it
+// for launches without clusters.
+__device__ __forceinline__ void start_cluster_block(const Problem& p, Shared& s, const CUtensorMap* query_map,
+                                                    const CUtensorMap* cache_map, int thread) {
   const int size = cluster::size(), rank = blockIdx.x % size, tiles = shape_tiles(p.nodes, p.heads);
-  const int place = blockIdx.x / size, request = place / tiles;
-  if (lane == 0) {
+  const int place = blockIdx.x / size, request = place / tiles, box_rows = query_box_rows(p);
+  if (thread == kComputeThreads) {
     const int layer = p.layers == 1 ? 0 : layer_of(p.layer, p.layers);
     init_load_barriers(s);
     s.plane = layer * p.batch + request;
   }
   __syncwarp();
   cluster::arrive_relaxed();  // the barriers' own fence has made them known
-  if (lane == 0) {
+  if (thread == kComputeThreads) {
     uint32_t tile = 0;
     load_steps<true>(s, cache_map, s.plane, rank, rank + 1, &tile);
-    for (int box = 0; box < kBoxes; ++box) sm90::arrive_expecting(&s.arrived[box], query_box_rows(p) * 128);
-  }
-  __syncwarp();
-  cluster::wait();  // all blocks' barriers are there
-  if (lane == 0) {
-    const int row = request * p.nodes * p.heads + (place - request * tiles) * kTileRows;
-    for (int box = rank; box < kBoxes; box += size) {
-      sm90::load_box_for_all(s.query + box * sm90::kBoxBytes, query_map, &s.arrived[box], box * 64, row,
-                             (1 << size) - 1);
-    }
-  }
-  __syncwarp();
-}
-
-// What a cluster's block does before its threads part.
-__device__ __forceinline__ void start_cluster_block(const Problem& p, Shared& s, const CUtensorMap* query_map,
-                                                    const CUtensorMap* cache_map, int thread) {
-  const int box_rows = query_box_rows(p);
-  if (thread / 32 == kComputeThreads / 32) {
-    start_cluster_loads(p, s, query_map, cache_map, thread % 32);
-    return;
-  }
-  cluster::arrive_relaxed();
-  if (thread == kComputeThreads + 32) {
-    s.share = cluster_segment(p, blockIdx.x, cluster::size(), true);
+    for (int box = 0; box < kBoxes; ++box) sm90::arrive_expecting(&s.arrived[box], box_rows * 128);
+  } else if (thread == kComputeThreads + 32) {
+    s.share = cluster_segment(p, blockIdx.x, size, true);
     s.segments[0] = s.share;
   } else if (thread == kComputeThreads + 64) {
     init_barriers(s);
@@ -198,6 +180,15 @@ __device__ __forceinline__ void start_cluster_block(const Problem& p, Shared& s,
       reinterpret_cast<uint4*>(s.query + box * sm90::kBoxBytes + box_rows * 128)[chunk] = make_uint4(0, 0, 0, 0);
     }
     sm90::fence_writes();
+  }
+  __syncwarp();
+  cluster::wait();  // all blocks' barriers are there
+  if (thread == kComputeThreads) {
+    const int row = request * p.nodes * p.heads + (place - request * tiles) * kTileRows;
+    for (int box = rank; box < kBoxes; box += size) {
+      sm90::load_box_for_all(s.query + box * sm90::kBoxBytes, query_map, &s.arrived[box], box * 64, row,
+                             (1 << size) - 1);
+    }
   }
   __syncwarp();
 }
@@ -229,26 +220,12 @@ __device__ void prefetch_queries(const Problem& p) {
 // Makes a buffer's latent numbers zero from row `end` on, and what is not finite in rows [first, end). A node's row may
 // be NaN, and nodes that do not see it multiply it by zero; by now it has made the scores of those that do see it NaN.
 __device__ __forceinline__ void clear_not_finite(uint8_t* keys, int first, int end, int thread) {
-  constexpr int kTogether = 4;  // boxes, so that reads of shared memory follow each other
 #pragma unroll 1
   for (int i = first * 8 + thread; i < kTileRows * 8; i += kGroupThreads) {
 #pragma unroll 1
-    for (int box = 0; box < 2 * kHalfBoxes; box += kTogether) {
-      uint4* chunks = reinterpret_cast<uint4*>(keys + box * sm90::kBoxBytes) + i;
-      constexpr int kBoxChunks = sm90::kBoxBytes / sizeof(uint4);
-      uint4 x[kTogether] = {};
-      if (i / 8 < end) {
-        bool all = true;
-#pragma unroll
-        for (int k = 0; k < kTogether; ++k) x[k] = chunks[k * kBoxChunks];
-#pragma unroll
-        for (int k = 0; k < kTogether; ++k) all = all && all_finite(x[k]);
-        if (all) continue;
-#pragma unroll
-        for (int k = 0; k < kTogether; ++k) x[k] = finite(x[k]);
-      }
-#pragma unroll
-      for (int k = 0; k < kTogether; ++k) chunks[k * kBoxChunks] = x[k];
+    for (int box = 0; box < 2 * kHalfBoxes; ++box) {
+      uint4& x = reinterpret_cast<uint4*>(keys + box * sm90::kBoxBytes)[i];
+      x = i / 8 < end ? finite(x) : make_uint4(0, 0, 0, 0);
     }
   }
 }
@@ -469,13 +446,18 @@ __device__ __forceinline__ void attend_side(const Problem& p, Shared& s, int thr
 #pragma unroll
       for (int i = 0; i < 32; ++i) score[i] *= p.log2_scale;
       if (__builtin_expect(static_cast<int>(tile) >= masked, 0)) {
-        sm90::sync_at(kGroup + kSide, kGroupThreads);  // every warp's scores are there
+        // Of a row that is not finite no score is.
+        bool broken = false;
+#pragma unroll
+        for (int i = 0; i < 32; ++i) broken |= !(fabsf(score[i]) <= FLT_MAX);
         // Of the tile's first row, counted from the tree's.
         const int step = kCluster && tile == 0 ? s.share.first : segment.end_step - static_cast<int>(end - tile);
         const int row = step * kHopperStep - segment.length;
-        clear_not_finite(s.keys[kSide], max(-row, 0), segment.nodes - row, thread);
-        sm90::fence_writes();
-        sm90::sync_at(kGroup + kSide, kGroupThreads);
+        if (sm90::any_at(kGroup + kSide, kGroupThreads, broken)) {
+          clear_not_finite(s.keys[kSide], max(-row, 0), segment.nodes - row, thread);
+          sm90::fence_writes();
+          sm90::sync_at(kGroup + kSide, kGroupThreads);
+        }
         // Of four threads with the same two rows each makes one word of what these see.
         const int place = hidden(thread), own_row = place / 32 * 16 + place % 32 / 4 + place / 2 % 2 * 8;
         const int node = min((segment.tile * kTileRows + own_row) / p.heads, segment.nodes - 1);
@@ -502,10 +484,10 @@ __device__ __forceinline__ void attend_side(const Problem& p, Shared& s, int thr
       if (__builtin_expect(__any_sync(~0u, factor[0] != 1.0f || factor[1] != 1.0f), 0)) rescale(out, factor);
       sm90::sync_at(kGroup + kSide, kGroupThreads);  // no warp's product still reads the weights of the tile before
       {
-        const int row = warp * 16 + lane % 16;
+        const int place = hidden(thread), row = place / 32 * 16 + place % 16;
         const uint32_t to = sm90::shared_address(s.weights) + row * 128;
 #pragma unroll
-        for (int k = 0; k < 4; ++k) sm90::store_matrices(to + ((k * 2 + lane / 16 ^ row % 8) << 4), weights[k]);
+        for (int k = 0; k < 4; ++k) sm90::store_matrices(to + ((k * 2 + place % 32 / 16 ^ row % 8) << 4), weights[k]);
       }
       if (lane % 4 == 0) {
 #pragma unroll
@@ -659,7 +641,6 @@ __global__ void __launch_bounds__(kThreads, 1)
         load_steps<false>(s, &cache_map, s.plane, s.share.step, s.share.end_step, &tile);
       }
       if (thread >= kComputeThreads + 96) fetch_ancestors(p, s, lane);
-      if (thread >= kComputeThreads + 32) cluster::wait();  // of the start: they have arrived
     } else {
       if (thread == kComputeThreads) load_tiles(p, s, &query_map, &cache_map);
       if (thread == kComputeThreads + 32) plan_segments(p, s);
@@ -678,7 +659,6 @@ __global__ void __launch_bounds__(kThreads, 1)
       // No product reads the keys any more: the output is left in their place.
       Left* left = reinterpret_cast<Left*>(s.keys);
       leave_output(p, s.segments[0], left, thread, out, maximum, s.sum);
-      cluster::wait();  // of the start
       merge_cluster<kComputeThreads / 32>(p, s.segments[0], left, thread);
     }
   }

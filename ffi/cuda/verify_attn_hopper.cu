@@ -206,9 +206,9 @@ __device__ void load_tiles(const Problem& p, Shared& s, const CUtensorMap* query
 // What a cluster's block does before its threads part. Its first tile is asked for before lengths have been read; the
 // query as soon as all blocks' barriers are there, a box by each block for all of them.
 //
-// All warps wait for the cluster before they meet again, though only the loading one needs it, and that all have arrived:
-// racecheck lets no warp past that wait until all of its block have come there, as does the code that ptxas makes of it
-// for launches without clusters.
+// All warps wait for the cluster before they meet again, though only the loading one needs it: racecheck lets no warp
+// past that wait until all of its block have come there, as does the code that ptxas makes of it for launches without
+// clusters. That costs nothing, since what is waited for is that all have arrived.
 __device__ __forceinline__ void start_cluster_block(const Problem& p, Shared& s, const CUtensorMap* query_map,
                                                     const CUtensorMap* cache_map, int thread) {
   const int size = cluster::size(), rank = blockIdx.x % size, tiles = shape_tiles(p.nodes, p.heads);

@@ -49,6 +49,14 @@ static_assert(kTileRows == 64 && kHopperStep == 64, "a box has 64 rows");
 // so tools that look for races can follow it; but for `scored`, which passes no data.
 constexpr uint32_t kGroup = 1;  // and 2: a warpgroup by itself
 
+// What is loaded before the plan is there: a query tile and the cache rows of a step; none if `request` is `batch`.
+struct Guess {
+  int request, tile, step;
+  __device__ __forceinline__ bool is(const Segment& s) const {
+    return request == s.request && tile == s.tile && step == s.step;
+  }
+};
+
 struct Shared {
   uint8_t query[kTileBytes];
   uint8_t keys[2][kTileBytes];
@@ -59,6 +67,9 @@ struct Shared {
   uint64_t full[2][2];   // a half of a buffer is there
   uint64_t empty[2][2];  // it may be overwritten
   uint64_t query_full, query_empty;
+  uint64_t started;  // the plan, the run and the first segment are there
+  uint64_t guessed;  // what the guess asked for is there
+  Guess guess;
   uint64_t published[2];  // the weights of a tile of a warpgroup
   uint64_t scored;        // the first warpgroup has its scores of a tile
   uint64_t summed;        // the sums of a segment are there
@@ -99,6 +110,8 @@ __device__ __forceinline__ void init_barriers(Shared& s) {
   sm90::init_barrier(&s.scored, kGroupThreads / 32);
   sm90::init_barrier(&s.summed, kComputeThreads);
   sm90::init_barrier(&s.finished, kComputeThreads);
+  sm90::init_barrier(&s.started, 1);
+  sm90::init_barrier(&s.guessed, 1);
   sm90::init_barrier(&s.query_full, 1);
   sm90::init_barrier(&s.query_empty, kComputeThreads / 32);
   sm90::fence_barrier_init();
@@ -128,31 +141,74 @@ __device__ __forceinline__ void load_steps(Shared& s, const CUtensorMap* cache_m
   }
 }
 
+__device__ __forceinline__ void load_query(Shared& s, const CUtensorMap* query_map, uint64_t* barrier, int row) {
+  for (int box = 0; box < kBoxes; ++box) {
+    sm90::load_box(s.query + box * sm90::kBoxBytes, query_map, barrier, box * 64, row);
+  }
+}
+
+// With what a block begins where all requests have all nodes and about the same length.
+__device__ __forceinline__ Guess guess_start(const Problem& p) {
+  const int tiles = shape_tiles(p.nodes, p.heads), all = p.batch * tiles, blocks = gridDim.x;
+  // Whole tiles, or as many chunks of each as there are blocks for.
+  const int chunks = max(over(blocks, all), 1), rounds = max(over(all, blocks), 1);
+  const int place = rounds * blockIdx.x, request = over(place, chunks * tiles);
+  if (request >= p.batch) return {p.batch, 0, 0};
+  const Request r = request_of(p, request);
+  const int in_request = place - request * chunks * tiles, chunk = over(in_request, tiles);
+  const int tile = in_request - chunk * tiles;
+  return {tile < r.tiles ? request : p.batch, tile, chunk_begin(r.steps, chunks, chunk)};
+}
+
+// Loads it while the plan is made.
+__device__ __forceinline__ void load_guess(const Problem& p, Shared& s, const CUtensorMap* query_map,
+                                           const CUtensorMap* cache_map) {
+  const Guess guess = s.guess;
+  if (guess.request == p.batch) return;
+  sm90::arrive_expecting(&s.guessed, 2 * kTileBytes);
+  load_query(s, query_map, &s.guessed, guess.request * p.nodes * p.heads + guess.tile * kTileRows);
+  const int plane = layer_of(p.layer, p.layers) * p.batch + guess.request;
+  for (int box = 0; box < kBoxes; ++box) {
+    sm90::load_box(s.keys[0] + box * sm90::kBoxBytes, cache_map, &s.guessed, box * 64, guess.step * kHopperStep, plane);
+  }
+}
+
 // What the loading warp does, by one thread.
 __device__ void load_tiles(const Problem& p, Shared& s, const CUtensorMap* query_map, const CUtensorMap* cache_map) {
   const int layer = layer_of(p.layer, p.layers);
   uint32_t tile = 0;  // of the block's run
+  bool loaded = false;
+  if (s.guess.request < p.batch) {
+    sm90::wait(&s.guessed, 0);  // right or not: nothing else may go there before
+    loaded = s.guess.is(s.segments[0]);
+  }
   for (uint32_t number = 0;; ++number) {
     if (number >= 1) sm90::wait(&s.planned[number % 2], (number - 1) / 2 % 2);
     const Segment& segment = s.segments[number % 2];
     const int request = segment.request, end_step = segment.end_step;
+    int step = segment.step;
     if (request == p.batch) return;
-    sm90::wait(&s.query_empty, number % 2 ^ 1);
-    sm90::arrive_expecting(&s.query_full, kTileBytes);
-    const int row = request * p.nodes * p.heads + segment.tile * kTileRows;
-    for (int box = 0; box < kBoxes; ++box) {
-      sm90::load_box(s.query + box * sm90::kBoxBytes, query_map, &s.query_full, box * 64, row);
+    if (loaded) {
+      sm90::arrive(&s.query_full);
+      for (int half = 0; half < 2; ++half) sm90::arrive(&s.full[0][half]);
+      ++step;
+      ++tile;
+      loaded = false;
+    } else {
+      sm90::wait(&s.query_empty, number % 2 ^ 1);
+      sm90::arrive_expecting(&s.query_full, kTileBytes);
+      load_query(s, query_map, &s.query_full, request * p.nodes * p.heads + segment.tile * kTileRows);
     }
-    load_steps<false>(s, cache_map, layer * p.batch + request, segment.step, end_step, &tile);
+    load_steps<false>(s, cache_map, layer * p.batch + request, step, end_step, &tile);
   }
 }
 
 // What a cluster's block does before its threads part. Its first tile is asked for before lengths have been read; the
 // query as soon as all blocks' barriers are there, a box by each block for all of them.
 //
-// All warps wait for the cluster before they meet again, though only the loading one needs it, and that all have arrived:
-// racecheck lets no warp past that wait until all of its block have come there, as does the code that ptxas makes of it
-// for launches without clusters.
+// All warps wait for the cluster before they meet again, though only the loading one needs it: racecheck lets no warp
+// past that wait until all of its block have come there, as does the code that ptxas makes of it for launches without
+// clusters. That costs nothing, since what is waited for is that all have arrived.
 __device__ __forceinline__ void start_cluster_block(const Problem& p, Shared& s, const CUtensorMap* query_map,
                                                     const CUtensorMap* cache_map, int thread) {
   const int size = cluster::size(), rank = blockIdx.x % size, tiles = shape_tiles(p.nodes, p.heads);
@@ -204,17 +260,6 @@ __device__ __forceinline__ void fetch_ancestors(const Problem& p, Shared& s, int
   uint32_t all = 0;
   for (int i = first * p.words + lane; i < (last + 1) * p.words; i += 32) all |= ancestors[i];
   if (__any_sync(~0u, all != 0) && lane == 0) s.fetched = true;
-}
-
-// While the plan is made nobody loads. So each block asks the L2 cache for one tile of the queries; together they ask
-// for those with which blocks begin where all requests have all nodes.
-__device__ void prefetch_queries(const Problem& p) {
-  const int request_rows = p.nodes * p.heads, request_tiles = shape_tiles(p.nodes, p.heads);
-  const int tiles = p.batch * request_tiles;
-  const int tile = min(static_cast<int>(__fdividef(static_cast<float>(blockIdx.x) * tiles, gridDim.x)), tiles - 1);
-  const int request = tile / request_tiles, row = tile % request_tiles * kTileRows;
-  sm90::prefetch_bytes(p.query + (static_cast<int64_t>(request) * request_rows + row) * DDTREE_ROW_DIM,
-                       min(kTileRows, request_rows - row) * DDTREE_ROW_DIM * 2);
 }
 
 // Makes a buffer's latent numbers zero from row `end` on, and what is not finite in rows [first, end). A node's row may
@@ -617,20 +662,27 @@ __global__ void __launch_bounds__(kThreads, 1)
   const int thread = threadIdx.x, lane = thread % 32;
   if (kCluster) {
     start_cluster_block(p, s, &query_map, &cache_map, thread);
+    __syncthreads();
   } else {
     if (thread == kComputeThreads) {
-      init_load_barriers(s);
-      init_barriers(s);
+      s.guess = guess_start(p);
     } else if (thread == kComputeThreads + 32) {
       sm90::prefetch(&query_map);
       sm90::prefetch(&cache_map);
     } else if (thread == kComputeThreads + 64) {
-      prefetch_queries(p);
+      init_load_barriers(s);
+      init_barriers(s);
     }
     start_run(p, s.needed, &s.run);
-    if (thread == 0) next_segment(p, &s.run, &s.segments[0]);
+    // Not before lengths are there, or the plan would wait for them behind these loads. To issue them takes as long as
+    // the rest of the plan: nobody waits for this thread.
+    if (thread == kComputeThreads) load_guess(p, s, &query_map, &cache_map);
+    if (thread == 0) {
+      next_segment(p, &s.run, &s.segments[0]);
+      sm90::arrive(&s.started);
+    }
+    sm90::wait(&s.started, 0);
   }
-  __syncthreads();
   // As the compiler must know, a warpgroup goes one way.
   const int group = __shfl_sync(~0u, thread / kGroupThreads, 0);
   if (group == 2) {

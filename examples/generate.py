@@ -33,13 +33,12 @@ _BUDGET = flags.DEFINE_integer(
     "budget",
     None,
     "Draft nodes of a tree, root excluded, 0 .. 256; the most of them with a cost curve. By default what the curve "
-    "goes to; without one 8 on a CPU, where each costs arithmetic, else 16.",
+    "goes to; without one 4 on a CPU, where each costs arithmetic, else 16.",
 )
 _COST_CURVE = flags.DEFINE_string(
     "cost_curve",
     None,
-    "File of benchmark.py --suite=curve or step, --json: rounds then verify what pays. The demo has one for a CPU, "
-    "which holds unless a flag says otherwise.",
+    "File of benchmark.py --suite=curve or step, --json: rounds then verify what pays.",
 )
 _MAX_NEW = flags.DEFINE_integer("max_new_tokens", 256, "Tokens to emit after each prompt, at most.")
 _TEMPERATURE = flags.DEFINE_float("temperature", 0.0, "0 takes the most probable token.")
@@ -174,11 +173,6 @@ def _run():
     prompts, texts = _prompts(tokenizer, from_demo)
     target = models.load_target(target_path, mesh=mesh, cache_dtype=_CACHE_DTYPE.value, **kinds)
     drafter = models.load_drafter(drafter_path, target, **kinds) if needs_drafter else None
-    # The demo's curve is of its own drafter, all in float32, for one request at a time on one device.
-    is_of_the_curve = from_demo and _DRAFTER.value is None and on_cpu and mesh is None
-    is_of_the_curve &= target.dtype == target.cache_dtype == "float32"
-    if curve_path is None and is_of_the_curve and _BATCH.value == 1 and _BUDGET.value is None:
-        curve_path = demo.CPU_COST_CURVE
     curve = None if curve_path is None else ddtree_jax.CostCurve.from_json(curve_path)
     config = ddtree_jax.DecodeConfig(
         mode=_MODE.value,
@@ -255,7 +249,7 @@ def _budget(curve, on_cpu):
     """Draft nodes when none are asked for."""
     if curve is not None:
         return curve.nodes[-1] - 1
-    return 8 if on_cpu else 16
+    return 4 if on_cpu else 16
 
 
 def _stream(target, drafter, tokenizer, config, prompts, texts, device):

@@ -8,8 +8,6 @@ _FOLDER = pathlib.Path(__file__).parent
 #: Folders in the layout of the published Kimi K2.6 and of its DFlash drafter.
 TARGET = _FOLDER / "target"
 DRAFTER = _FOLDER / "drafter"
-#: A `ddtree_jax.CostCurve` of the pair in float32 on two CPU cores, in steps of plain decoding (docs/performance.md).
-CPU_COST_CURVE = _FOLDER / "cpu_cost_curve.json"
 
 
 def prompts() -> list[str]:

@@ -15,7 +15,7 @@ import quick_compile
 from runner import Runner
 from safetensors.numpy import load_file, save_file
 
-from ddtree_jax import CostCurve, DecodeConfig
+from ddtree_jax import DecodeConfig
 from ddtree_jax.models import demo
 
 _SCRIPT = pathlib.Path(__file__).parents[2] / "examples" / "generate.py"
@@ -149,25 +149,29 @@ def test_a_mesh_that_does_not_divide_the_target_is_refused():
     assert "--mesh 3 does not divide" in _refused("--dry_run", "--mesh=3")
 
 
-def test_the_demo_on_a_cpu_verifies_what_pays(tmp_path, cache):
-    """Its cost curve holds by default and gives way to a budget; the text is the same."""
-    texts, rounds = [], []
-    for name, flag in {"curve": "--seed=0", "fixed": "--budget=8", "ar": "--mode=ar"}.items():
+def test_a_cost_curve_verifies_what_pays(tmp_path, cache):
+    """A curve gives way to nothing but the budget above it; the text is the same. A CPU's own budget is 4."""
+    curve = tmp_path / "curve.json"
+    costs = {"nodes": [1, 5, 9], "verify": [1.0, 1.6, 1.9], "draft": 0.9}
+    curve.write_text(json.dumps({"cost_curve": costs}))
+    texts, rounds = [], {}
+    for name, flag in {
+        "curve": f"--cost_curve={curve}",
+        "fixed": "--budget=8",
+        "default": "--seed=0",
+        "four": "--budget=4",
+        "ar": "--mode=ar",
+    }.items():
         out = tmp_path / f"{name}.json"
         done = _run("--prompt=x = {", "--max_new_tokens=48", flag, f"--json={out}", cache=cache)
         assert done.returncode == 0, done.stderr
         (one,) = json.loads(out.read_text())["completions"]
         texts.append(one["text"])
-        rounds.append(one["rounds"])
+        rounds[name] = one["rounds"]
     assert len(set(texts)) == 1
     # Fewer nodes and rounds without a draft take more rounds, though fewer than plain decoding.
-    assert rounds[1] < rounds[0] < rounds[2]
-
-
-def test_the_demo_s_curve_is_one():
-    curve = CostCurve.from_json(demo.CPU_COST_CURVE)
-    assert curve.nodes[0] == 1 and curve.verify[0] == 1.0 and curve.draft > 0
-    assert curve.sizes(17) == curve.nodes
+    assert rounds["fixed"] < rounds["curve"] < rounds["ar"]
+    assert rounds["default"] == rounds["four"] < rounds["ar"]
 
 
 def test_chat_prompts_end_where_the_assistant_begins(cache, tmp_path):

@@ -30,12 +30,39 @@ def draft_attn(
 
     Returns:
       [B, T, H, D] in query's dtype; scores and sums are float32.
+
+    Raises:
+      ValueError: shapes or dtypes that do not fit each other.
     """
     operands = (query, keys, values, near_keys, near_values, visible)
+    _check(*operands)
     floats = all(x.dtype == jnp.float32 for x in operands[:-1])
     if floats and query.shape[-1] <= _ffi.cpu.draft_attn_most_dim and few_rows.on_one_cpu():
         return _attend(*operands)
     return _plain(*operands)[0]
+
+
+def _check(query, keys, values, near_keys, near_values, visible):
+    if query.ndim != 4 or keys.ndim != 4:
+        raise ValueError(
+            f"query must be [B, T, H, D] and keys [B, K, C, D], not {query.shape} and {keys.shape}"
+        )
+    batch, slots, heads, dim = query.shape
+    key_heads, columns = keys.shape[1:3]
+    if key_heads == 0 or heads % key_heads:
+        raise ValueError(f"query's {heads} heads must be a multiple of the keys' {key_heads}")
+    context, near = (batch, key_heads, columns, dim), (batch, slots, key_heads, dim)
+    for name, array, shape in (
+        ("keys", keys, context),
+        ("values", values, context),
+        ("near_keys", near_keys, near),
+        ("near_values", near_values, near),
+        ("visible", visible, (batch, slots, columns + slots)),
+    ):
+        if array.shape != shape:
+            raise ValueError(f"{name} must be {list(shape)}, not {list(array.shape)}")
+    if visible.dtype != bool:
+        raise ValueError(f"visible must be bool, not {visible.dtype}")
 
 
 def _plain(query, keys, values, near_keys, near_values, visible):

@@ -12,13 +12,16 @@ from ddtree_jax import _ffi
 from ddtree_jax._primitive import kernel_primitive
 
 _MOST = 40  # rows: more are worth the packing that XLA does first
+# XLA would widen a bfloat16 matrix before it packs it, at every product: the rows of a chunk are not worth that.
+_MOST_BFLOAT16 = 320
 _LANES = 16
 
 
 def few_rows_dot(
     x: jax.Array, matrix: jax.Array, *, precision=None, preferred_element_type=None
 ) -> jax.Array:
-    """x @ matrix, by a kernel of its own where one serves: up to 40 rows of float32 on a CPU with AVX-512.
+    """x @ matrix, by a kernel of its own where one serves: float32 rows on a CPU with AVX-512, up to 40 of them, or 320
+    where the matrix is bfloat16.
 
     XLA's CPU backend packs the whole matrix first, for 8 rows as for 800, and on one core alone, where two cores
     can stream it once (docs/performance.md). A bfloat16 matrix is widened on the way, or AMX multiplies it by the
@@ -40,7 +43,8 @@ def few_rows_dot(
     serves = serves and x.dtype == jnp.float32 and matrix.dtype in (jnp.float32, jnp.bfloat16)
     serves = serves and matrix.shape[-1] % _LANES == 0
     serves = serves and preferred_element_type in (None, jnp.float32)
-    if not (serves and 0 < rows <= _MOST and on_one_cpu()):
+    most = _MOST_BFLOAT16 if matrix.dtype == jnp.bfloat16 else _MOST
+    if not (serves and 0 < rows <= most and on_one_cpu()):
         return jnp.matmul(
             x, matrix, precision=precision, preferred_element_type=preferred_element_type
         )

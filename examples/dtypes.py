@@ -7,15 +7,18 @@ import jax
 from ddtree_jax.few_rows import reads_bfloat16
 
 
-def dtypes(dtype: str | None, param_dtype: str | None = None) -> dict[str, str | None]:
+def dtypes(
+    dtype: str | None, param_dtype: str | None = None, *, devices: int = 1
+) -> dict[str, str | None]:
     """`dtype` and `param_dtype` as `load_target` and `load_drafter` take them.
 
     Args:
       dtype: "float32" or "bfloat16"; by default float32 on a CPU, bfloat16 elsewhere.
       param_dtype: as `load_target` takes it; by default "stored" for float32 where the kernel for few rows reads
-        bfloat16 weights as they are stored, else `dtype`.
+        bfloat16 weights as they are stored, which it does on one device, else `dtype`.
+      devices: that the weights are for.
     """
     dtype = dtype or ("float32" if jax.default_backend() == "cpu" else "bfloat16")
-    if param_dtype is None and dtype == "float32" and reads_bfloat16():
+    if param_dtype is None and dtype == "float32" and devices == 1 and reads_bfloat16():
         param_dtype = "stored"
     return {"dtype": dtype, "param_dtype": param_dtype}

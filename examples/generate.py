@@ -147,6 +147,7 @@ def _run():
         devices = len(seen) if devices is None else devices
         if on_mesh:
             _check_split(target_path, devices)
+        kinds = dtypes(_DTYPE.value, _PARAM_DTYPE.value, devices=devices)
         gb = _DEVICE_GB.value
         if gb is not None and not (math.isfinite(gb) and gb > 0):
             raise ValueError(f"--device_gb must be a number above 0, not {gb}")

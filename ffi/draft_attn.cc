@@ -46,8 +46,8 @@ DDTREE_CLONES void Scores(const Vec* query, int64_t dim, const Key* keys, int64_
   }
 }
 
-// Scores to weights under the new maximum; what was summed under the old one is to be multiplied by `factor`. Vectors go
-// by address: clones would pass them in registers of their own.
+// Scores to weights under the new maximum; what was summed under the old one is to be multiplied by `factor`. Vectors
+// go by address: clones would pass them in registers of their own.
 DDTREE_CLONES void Softmax(Vec* scores, int64_t count, Vec* max, Vec* sum, float* factor) {
   float top[kLanes], total[kLanes];
   for (int64_t r = 0; r < kLanes; ++r) top[r] = (*max)[r];

@@ -108,6 +108,7 @@ ffi::Error FewRowsDot(Any x, Any matrix, Out out) {
       .Require(outputs % 16 == 0, "outputs must be a multiple of 16")
       .Require(HasFewRows(), "this processor lacks AVX-512");
   if (!check.ok()) return check.error();
+  if (rows * outputs == 0) return ffi::Error::Success();
   FewRowsArgs args{Data<float>(x), nullptr, nullptr, Data<float>(out), batch, rows, inputs, outputs, 0};
   // Reading a float32 of the matrix takes as long as some eight multiply-adds, and AMX does four at the cost of one.
   // Its tasks are few, since they are short and begin with a wait for the matrix.
@@ -153,8 +154,8 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(DraftTopkCpu, DraftTopk,
                               ffi::Ffi::Bind().Arg<Any>().Ret<Any>().Ret<Any>());
 XLA_FFI_DEFINE_HANDLER_SYMBOL(TreeBuildCpu, TreeBuild,
                               ffi::Ffi::Bind().Arg<Any>().Arg<Any>().Arg<Any>().Arg<Any>()
-                                  .Ret<Any>().Ret<Any>().Ret<Any>().Ret<Any>().Ret<Any>().Ret<Any>().Ret<Any>().Ret<Any>()
-                                  .Attr<bool>("keep_spine"));
+                                  .Ret<Any>().Ret<Any>().Ret<Any>().Ret<Any>()
+                                  .Ret<Any>().Ret<Any>().Ret<Any>().Ret<Any>().Attr<bool>("keep_spine"));
 XLA_FFI_DEFINE_HANDLER_SYMBOL(VerifyAttnCpu, VerifyAttn,
                               ffi::Ffi::Bind().Arg<Any>().Arg<Any>().Arg<Any>().Arg<Any>()
                                   .Arg<Any>().Arg<Any>().Arg<Any>().Ret<Any>().Attr<float>("scale")

@@ -141,3 +141,21 @@ def test_buffers_that_do_not_fit_are_refused(rng):
     operands[3] = operands[3][:, :7]
     with pytest.raises(Exception, match="near_keys has the wrong shape"):
         jax.block_until_ready(draft_attention._draft_attn.bind(*operands, kernel=False))
+
+
+@pytest.mark.parametrize(
+    "index, change, words",
+    [
+        (0, lambda x: x[0], r"query must be \[B, T, H, D\] and keys \[B, K, C, D\]"),
+        (0, lambda x: x[:, :, :3], "query's 3 heads must be a multiple of the keys' 2"),
+        (2, lambda x: x[:, :, 1:], r"values must be \[1, 2, 20, 64\], not \[1, 2, 19, 64\]"),
+        (3, lambda x: x[:, 1:], r"near_keys must be \[1, 8, 2, 64\]"),
+        (5, lambda x: x[:, :1], r"visible must be \[1, 8, 28\], not \[1, 1, 28\]"),
+        (5, lambda x: x.astype(np.int32), "visible must be bool, not int32"),
+    ],
+)
+def test_operands_that_do_not_fit_are_refused(rng, index, change, words):
+    operands = list(_operands(rng, 1, 8, 4, 2, 20, 64))
+    operands[index] = change(operands[index])
+    with pytest.raises(ValueError, match=words):
+        draft_attn(*operands)

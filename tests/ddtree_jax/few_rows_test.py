@@ -317,3 +317,25 @@ def test_buffers_that_do_not_fit_are_refused(shapes, dtype, matrix_dtype):
     call = jax.ffi.ffi_call("ddtree_few_rows_dot", jax.ShapeDtypeStruct(out, dtype))
     with pytest.raises(Exception, match="ddtree_few_rows_dot"):
         jax.block_until_ready(jax.jit(call)(jnp.zeros(x, dtype), jnp.zeros(matrix, matrix_dtype)))
+
+
+@needs_kernel
+@pytest.mark.parametrize("rows", [41, 80, 257, 320, 321])
+def test_many_rows_of_a_bfloat16_matrix(rng, rows):
+    """A batch's or a chunk's: the kernel's as well, since XLA would widen the matrix first."""
+    x, matrix = _operands(rng, rows, 129, 80, jnp.bfloat16)
+    assert _uses_kernel(few_rows_dot, x, matrix) == (rows <= 320)
+    got = jax.jit(few_rows_dot)(x, matrix)
+    _assert_as_float32(got, x, matrix)
+    if rows <= 320:
+        np.testing.assert_array_equal(got[:5], few_rows_dot(x[:5], matrix))
+        np.testing.assert_array_equal(got[-1:], few_rows_dot(x[-1:], matrix))
+
+
+@needs_kernel
+@both_matrices
+def test_a_call_without_rows(dtype):
+    """The handler's own: Python leaves it to jnp.matmul."""
+    x, matrix = jnp.zeros((1, 0, 32), jnp.float32), jnp.ones((1, 32, 16), dtype)
+    out = few_rows._few_rows_dot.bind(x, matrix, kernel=False)[0]
+    assert out.shape == (1, 0, 16)

@@ -4,8 +4,8 @@
 // c of a slice's row r lies at r * 128 + ((c ^ r % 8) << 4), which keeps ldmatrix free of bank conflicts.
 //
 // From sm_90 on one thread asks for a step of bfloat16, a box of a tensor map. What TMA brings beyond a request's rows
-// are rows of the same request, or zeros: nodes do not see them. Else every thread copies chunks of 16 bytes, which hold
-// up the reads of shared memory that products wait for.
+// are rows of the same request, or zeros: nodes do not see them. Else every thread copies chunks of 16 bytes, which
+// hold up the reads of shared memory that products wait for.
 #ifndef DDTREE_FFI_CUDA_VERIFY_ROWS_H_
 #define DDTREE_FFI_CUDA_VERIFY_ROWS_H_
 

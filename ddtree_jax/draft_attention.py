@@ -5,7 +5,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from ddtree_jax import _ffi, few_rows
+from ddtree_jax import _checks, _ffi, few_rows
 from ddtree_jax._primitive import kernel_primitive
 
 
@@ -34,35 +34,32 @@ def draft_attn(
     Raises:
       ValueError: shapes or dtypes that do not fit each other.
     """
-    operands = (query, keys, values, near_keys, near_values, visible)
-    _check(*operands)
+    operands = _checked(query, keys, values, near_keys, near_values, visible)
+    query = operands[0]
     floats = all(x.dtype == jnp.float32 for x in operands[:-1])
     if floats and query.shape[-1] <= _ffi.cpu.draft_attn_most_dim and few_rows.on_one_cpu():
         return _attend(*operands)
     return _plain(*operands)[0]
 
 
-def _check(query, keys, values, near_keys, near_values, visible):
-    if query.ndim != 4 or keys.ndim != 4:
-        raise ValueError(
-            f"query must be [B, T, H, D] and keys [B, K, C, D], not {query.shape} and {keys.shape}"
-        )
+def _checked(query, keys, values, near_keys, near_values, visible) -> tuple[jax.Array, ...]:
+    """The operands as arrays that fit each other."""
+    floats = (jnp.float32, jnp.bfloat16)
+    query = _checks.array("query", query, ("B", "T", "H", "D"), floats)
     batch, slots, heads, dim = query.shape
+    keys = _checks.array("keys", keys, (batch, "K", "C", dim), floats)
     key_heads, columns = keys.shape[1:3]
     if key_heads == 0 or heads % key_heads:
         raise ValueError(f"query's {heads} heads must be a multiple of the keys' {key_heads}")
-    context, near = (batch, key_heads, columns, dim), (batch, slots, key_heads, dim)
-    for name, array, shape in (
-        ("keys", keys, context),
-        ("values", values, context),
-        ("near_keys", near_keys, near),
-        ("near_values", near_values, near),
-        ("visible", visible, (batch, slots, columns + slots)),
-    ):
-        if array.shape != shape:
-            raise ValueError(f"{name} must be {list(shape)}, not {list(array.shape)}")
-    if visible.dtype != bool:
-        raise ValueError(f"visible must be bool, not {visible.dtype}")
+    near = (batch, slots, key_heads, dim)
+    return (
+        query,
+        keys,
+        _checks.array("values", values, keys.shape, floats),
+        _checks.array("near_keys", near_keys, near, floats),
+        _checks.array("near_values", near_values, near, floats),
+        _checks.array("visible", visible, (batch, slots, columns + slots), jnp.bool_),
+    )
 
 
 def _plain(query, keys, values, near_keys, near_values, visible):

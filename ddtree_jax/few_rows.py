@@ -54,16 +54,11 @@ def few_rows_dot(
 
 
 @functools.cache
-def reads_bfloat16() -> bool:
-    """Whether float32 rows meet a bfloat16 matrix in the kernel; else XLA widens the matrix first, at every product."""
-    row = jax.ShapeDtypeStruct((1, _LANES), jnp.float32)
-    matrix = jax.ShapeDtypeStruct((_LANES, _LANES), jnp.bfloat16)
-    return _few_rows_dot.name in str(jax.make_jaxpr(few_rows_dot)(row, matrix))
-
-
-@functools.cache
 def on_one_cpu() -> bool:
-    """Whether the kernel can run here. On a mesh XLA splits its own products, but no custom call."""
+    """Whether the kernel can run here; else XLA widens a bfloat16 matrix at every product with float32 rows.
+
+    On a mesh XLA splits its own products, but no custom call.
+    """
     return _ffi.cpu.has_few_rows and jax.default_backend() == "cpu" and jax.device_count() == 1
 
 

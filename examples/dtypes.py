@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import jax
 
-from ddtree_jax.few_rows import reads_bfloat16
+from ddtree_jax.few_rows import on_one_cpu
 
 
 def dtypes(
@@ -19,6 +19,6 @@ def dtypes(
       devices: that the weights are for.
     """
     dtype = dtype or ("float32" if jax.default_backend() == "cpu" else "bfloat16")
-    if param_dtype is None and dtype == "float32" and devices == 1 and reads_bfloat16():
+    if param_dtype is None and dtype == "float32" and devices == 1 and on_one_cpu():
         param_dtype = "stored"
     return {"dtype": dtype, "param_dtype": param_dtype}

@@ -134,8 +134,6 @@ def _run():
     if needs_drafter and drafter_path is None and not _DRY_RUN.value:
         raise ValueError("--checkpoint needs --drafter DIR beside it, or --mode=ar")
 
-    on_cpu = jax.default_backend() == "cpu"
-    kinds = dtypes(_DTYPE.value, _PARAM_DTYPE.value)
     if _DRY_RUN.value:
         import dry_run
 
@@ -164,6 +162,7 @@ def _run():
             )
         )
         return
+    kinds = dtypes(_DTYPE.value, _PARAM_DTYPE.value)
     if kinds["dtype"] == "float32":
         # A GPU's own default is TF32, which keeps 10 bits of a number and not 23.
         jax.config.update("jax_default_matmul_precision", "highest")
@@ -178,7 +177,9 @@ def _run():
     config = ddtree_jax.DecodeConfig(
         mode=_MODE.value,
         cost_curve=curve,
-        budget=_budget(curve, on_cpu) if _BUDGET.value is None else _BUDGET.value,
+        budget=_budget(curve, jax.default_backend() == "cpu")
+        if _BUDGET.value is None
+        else _BUDGET.value,
         # More than the context holds would only make room for what can never be said.
         max_new_tokens=min(_MAX_NEW.value, target.max_context),
         stop_tokens=tuple(tokenizer.stop_ids),

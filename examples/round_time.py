@@ -6,6 +6,7 @@ import dataclasses
 import time
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from compile_options import compile_options
 from loop_time import TimedLoop
@@ -104,12 +105,12 @@ def _on_device(target, drafter, state, config, repeats) -> tuple[float, float]:
 
     def models(held, caches, rest, tree):
         (target, drafter), (cache, draft_cache) = held, caches
-        known, cached = rest.lengths, rest.lengths - 1
+        cached = rest.lengths - 1
         draft = drafter.draft(target, draft_cache, tree.tokens[:, 0], cached)
         hidden, features, cache = target.verify(tree, cache, cached, taps=drafter.taps)
         features = features[:, : drafter.block_size]
         # One position is the least that a round keeps; the products are over a block of them in any case.
-        draft_cache = drafter.extend(draft_cache, features, cached, known - cached)
+        draft_cache = drafter.extend(draft_cache, features, cached, jnp.ones_like(cached))
         return (draft, target.head(hidden)), (cache, draft_cache)
 
     held = target, drafter

@@ -271,9 +271,12 @@ def _dtype_arguments(dtype, param_dtype):
     """Both checked, before anything is read."""
     if dtype is not None:
         dtype = float_dtype("dtype", dtype)
-    if param_dtype is not None:
-        param_dtype = float_dtype("param_dtype", param_dtype, also=("stored",))
-    return dtype, param_dtype
+    return dtype, param_dtype_argument(param_dtype)
+
+
+def param_dtype_argument(value):
+    """`param_dtype` of `load_target`, checked: a dtype, "stored" or None."""
+    return None if value is None else float_dtype("param_dtype", value, also=("stored",))
 
 
 def _kinds(dtype, param_dtype):

@@ -10,7 +10,7 @@ import re
 import jax.numpy as jnp
 from flax import nnx
 
-from .checkpoint import check_pair
+from .checkpoint import check_pair, param_dtype_argument
 from .config import LATENT_DIM, ROPE_DIM, DFlashConfig, KimiK26Config, read_json
 from .dflash import DFlashDrafter
 from .kimi_k26 import KimiK26, latent_cache_dtype
@@ -101,8 +101,7 @@ def footprint(
     config = KimiK26Config.from_json(target_path)
     _check_index(target_path, config)
     dtype = float_dtype("dtype", dtype)
-    if param_dtype is not None:
-        param_dtype = float_dtype("param_dtype", param_dtype, also=("stored",))
+    param_dtype = param_dtype_argument(param_dtype)
     experts = rest = whole = 0
     kinds = {"dtype": dtype, "param_dtype": _held(target_path, dtype, param_dtype)}
     target = nnx.eval_shape(lambda: KimiK26(config, **kinds))

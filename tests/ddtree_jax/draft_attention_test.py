@@ -146,11 +146,15 @@ def test_buffers_that_do_not_fit_are_refused(rng):
 @pytest.mark.parametrize(
     "index, change, words",
     [
-        (0, lambda x: x[0], r"query must be \[B, T, H, D\] and keys \[B, K, C, D\]"),
+        (0, lambda x: x[0], r"query must have shape \[B, T, H, D\], not \[8, 4, 64\]"),
         (0, lambda x: x[:, :, :3], "query's 3 heads must be a multiple of the keys' 2"),
-        (2, lambda x: x[:, :, 1:], r"values must be \[1, 2, 20, 64\], not \[1, 2, 19, 64\]"),
-        (3, lambda x: x[:, 1:], r"near_keys must be \[1, 8, 2, 64\]"),
-        (5, lambda x: x[:, :1], r"visible must be \[1, 8, 28\], not \[1, 1, 28\]"),
+        (
+            2,
+            lambda x: x[:, :, 1:],
+            r"values must have shape \[1, 2, 20, 64\], not \[1, 2, 19, 64\]",
+        ),
+        (3, lambda x: x[:, 1:], r"near_keys must have shape \[1, 8, 2, 64\]"),
+        (5, lambda x: x[:, :1], r"visible must have shape \[1, 8, 28\], not \[1, 1, 28\]"),
         (5, lambda x: x.astype(np.int32), "visible must be bool, not int32"),
     ],
 )

@@ -352,7 +352,7 @@ def test_dtypes_by_device(monkeypatch, reads):
     """Weights stay as they are stored where float32 rows meet bfloat16 weights in a kernel of their own."""
     import dtypes
 
-    monkeypatch.setattr(dtypes, "reads_bfloat16", lambda: reads)
+    monkeypatch.setattr(dtypes, "on_one_cpu", lambda: reads)
     held = "stored" if reads else None
     assert dtypes.dtypes(None) == {"dtype": "float32", "param_dtype": held}
     assert dtypes.dtypes("float32") == {"dtype": "float32", "param_dtype": held}

@@ -9,6 +9,7 @@ The loop knows no model. A target has `vocab_size`, `max_context`, `init_cache`,
 drafter has `block_size`, `taps`, `init_cache`, `extend` and `draft`: see `ddtree_jax.models.KimiK26` and
 `ddtree_jax.models.DFlashDrafter`. Both are pytrees, so they pass through `jax.jit` as arguments. Where both
 say what `vocab_size` and `hidden_size` they have, in themselves or in a `config`, these must agree.
+A target whose logits lie split over devices by their tokens has a true `vocab_is_split`.
 
 Bookkeeping: of `lengths` known tokens the last is the root of the next tree. It is in no cache yet, so the
 caches hold `lengths - 1` rows, and a node of depth d stands at absolute position `lengths - 1 + d`.
@@ -310,6 +311,7 @@ def _emit(target, state: DecodeState, tree: DraftTree, logits, config: DecodeCon
             temperature=config.temperature,
             top_k=config.top_k,
             top_p=config.top_p,
+            vocab_is_split=getattr(target, "vocab_is_split", False),
         )
         path = tree_accept(
             tree,

@@ -124,28 +124,55 @@ def target_tokens(
     temperature: float = 0.0,
     top_k: int = 0,
     top_p: float = 1.0,
+    vocab_is_split: bool = False,
 ) -> jax.Array:
-    """The target's token after every node; -1 where its logits are not finite.
+    """The target's token after every node; -1 where its largest logit is not finite or one is NaN.
 
     Args:
       logits: f32[B, N, V].
       depths: i32[B, N], 0 .. max_depth.
       first_positions: i32[B], absolute position of the token that follows the root.
       keys: u32[B, 2] of `request_keys`; unused at temperature 0.
+      vocab_is_split: the logits lie over several devices, each with its own tokens.
 
     Returns:
       i32[B, N].
     """
-    sound = jnp.isfinite(jnp.max(logits, axis=-1))
     if temperature < 1e-5:
-        scores = logits
+        first, sound = _largest(logits, vocab_is_split)
     else:
         scores = filter_logits(logits / temperature, top_k=top_k, top_p=top_p)
         positions = first_positions[:, None] + jnp.arange(max_depth + 1, dtype=jnp.int32)
         noise = position_noise(keys, positions, logits.shape[-1])
         scores = scores + jnp.take_along_axis(noise, depths[..., None], axis=1)
-    # The first of the largest, by two plain reductions: XLA's CPU backend runs an argmax one by one.
-    best = jnp.max(scores, axis=-1, keepdims=True)
-    tokens = jnp.arange(scores.shape[-1], dtype=jnp.int32)
-    first = jnp.min(jnp.where(scores == best, tokens, scores.shape[-1]), axis=-1)
+        first, _ = _largest(scores, vocab_is_split)
+        # A filter may drop what is not finite, so that the scores do not tell.
+        kinds = jnp.where(logits < jnp.inf, (logits > -jnp.inf).astype(jnp.int32), 2)
+        sound = jnp.max(kinds, axis=-1) == 1
     return jnp.where(sound, first, -1)
+
+
+def _largest(scores: jax.Array, vocab_is_split: bool) -> tuple[jax.Array, jax.Array]:
+    """The first of each row's largest, i32[...], and whether that is finite and no other is NaN."""
+    if vocab_is_split:
+        return _largest_by_reductions(scores)
+    return jax.lax.platform_dependent(
+        scores, cpu=_largest_by_reductions, default=_largest_by_argmax
+    )
+
+
+def _largest_by_argmax(scores):
+    """One read of the scores. XLA's CPU backend goes through an argmax one by one."""
+    first = jnp.argmax(scores, axis=-1).astype(jnp.int32)
+    best = jnp.take_along_axis(scores, first[..., None], axis=-1, mode="promise_in_bounds")
+    return first, jnp.isfinite(best[..., 0])
+
+
+def _largest_by_reductions(scores):
+    """Two reads. Over a split vocabulary these are two small sums over devices."""
+    best = jnp.max(scores, axis=-1, keepdims=True)
+    tokens, vocab = jnp.arange(scores.shape[-1], dtype=jnp.int32), scores.shape[-1]
+    # XLA's CPU backend loses a NaN in a maximum over many numbers, so that the second reduction looks for it.
+    found = jnp.where(scores == best, tokens, jnp.where(jnp.isnan(scores), -1, vocab))
+    first = jnp.min(found, axis=-1)
+    return first, jnp.isfinite(best[..., 0]) & (first >= 0)

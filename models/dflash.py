@@ -198,16 +198,17 @@ class DFlashDrafter(nnx.Module):
         heads = jnp.arange(self.config.num_key_value_heads, dtype=jnp.int32)[:, None]
 
         def append(old, new):
-            return old.at[batch, heads, rows].set(new, mode="drop")
+            return old.at[batch, heads, rows].set(new.swapaxes(1, 2), mode="drop")
 
+        extended = []
         with jax.named_scope("extend"):
-            return tuple(
-                (append(old_keys, keys.swapaxes(1, 2)), append(old_values, values.swapaxes(1, 2)))
-                for (old_keys, old_values), (keys, values) in (
-                    (old, layer.self_attn.keys_values(context, cos, sin))
-                    for old, layer in zip(cache, self.layers, strict=True)
-                )
-            )
+            for old, layer in zip(cache, self.layers, strict=True):
+                # XLA for GPUs makes one product of products with one operand, and for it copies the layers' matrices
+                # side by side in every round: a barrier gives each layer an operand of its own.
+                context = jax.lax.optimization_barrier(context)
+                new = layer.self_attn.keys_values(context, cos, sin)
+                extended.append(tuple(map(append, old, new)))
+        return tuple(extended)
 
     def draft(self, target, cache, root_tokens: jax.Array, lengths: jax.Array) -> jax.Array:
         """Logits of the L positions after each root, in one pass.

@@ -274,6 +274,11 @@ class KimiK26(nnx.Module):
         return self.config.max_position_embeddings
 
     @property
+    def vocab_is_split(self) -> bool:
+        """Whether embedding and logits lie over several devices, each with its own tokens."""
+        return self.placement is not None and self.placement.rules.vocab is not None
+
+    @property
     def cache_dtype(self):
         """Dtype of the latent cache."""
         return jnp.dtype(jnp.float8_e4m3fn) if self._rounds_cache else self.dtype
@@ -284,7 +289,7 @@ class KimiK26(nnx.Module):
 
     def _embedding_rows(self, tokens: jax.Array) -> jax.Array:
         table = self.embed_tokens[...]
-        if self.placement is not None and self.placement.rules.vocab is not None:
+        if self.vocab_is_split:
             return self.placement.embed(table, jnp.clip(tokens, 0, table.shape[0] - 1))
         on_cpu = jax.default_backend() == "cpu" and self.placement is None
         if not on_cpu or not 0 < tokens.size <= _FEW_TOKENS:

@@ -11,13 +11,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import step_model
+from flax import nnx
 from losslessness import judge
 from markov import random_pair
 from tiny_models import random_drafter, random_target
 
 from ddtree_jax import DecodeConfig, FinishReason, ddtree_decode
 from ddtree_jax.cuda_graphs import whole_loop_options
-from ddtree_jax.models import demo, load_drafter, load_target, load_tokenizer
+from ddtree_jax.models import DFlashDrafter, demo, load_drafter, load_target, load_tokenizer
 
 pytestmark = pytest.mark.skipif(jax.default_backend() != "gpu", reason="needs a GPU")
 decode = jax.jit(ddtree_decode, static_argnames="config")
@@ -153,6 +155,23 @@ def test_no_transfer_and_no_cache_copy(rng):
         result = compiled(target, drafter, tokens, lengths, state=start.state)
         result.tokens.block_until_ready()
     assert result.state.cache.unsafe_buffer_pointer() == pointer
+
+
+def test_the_drafters_matrices_are_read_where_they_lie():
+    """Of many products with one operand XLA would make one, and for it copy the matrices in every round."""
+    config = step_model.drafter_config(True, 61)
+    drafter = nnx.eval_shape(lambda: DFlashDrafter(config, dtype=jnp.bfloat16))
+    cache = jax.eval_shape(lambda: drafter.init_cache(1, 2048))
+    features = jax.ShapeDtypeStruct(
+        (1, config.block_size, len(config.taps) * config.hidden_size), jnp.bfloat16
+    )
+    count = jax.ShapeDtypeStruct((1,), jnp.int32)
+    extend = jax.jit(DFlashDrafter.extend, donate_argnums=1)
+    text = extend.lower(drafter, cache, features, count, count).compile().as_text()
+    rows = config.hidden_size
+    copies = re.findall(rf"^.* = bf16\[{rows},\d+\]\S* (?:fusion|copy)\(.*", text, re.MULTILINE)
+    assert f"bf16[{rows},{config.num_key_value_heads * config.head_dim}]" in text
+    assert not copies, copies
 
 
 _CAPTURE = """

@@ -84,43 +84,33 @@ __device__ __forceinline__ void prefetch(const CUtensorMap* map) {
   asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
 }
 
-// Starts the copy of one box from a two-dimensional map; what lies outside becomes zero.
-__device__ __forceinline__ void load_box(void* to, const CUtensorMap* map, uint64_t* barrier, int column, int row) {
+// Starts the copy of one box of a map of tensor_map.h, from slice `slice` of row `row` of a plane on; what lies outside
+// becomes zero.
+__device__ __forceinline__ void load_box(void* to, const CUtensorMap* map, uint64_t* barrier, int row, int slice,
+                                         int plane) {
   asm volatile(
-      "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], [%4];" ::"r"(
-          shared_address(to)),
-      "l"(map), "r"(column), "r"(row), "r"(shared_address(barrier))
+      "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4, %5}], "
+      "[%6];" ::"r"(shared_address(to)),
+      "l"(map), "r"(0), "r"(row), "r"(slice), "r"(plane), "r"(shared_address(barrier))
       : "memory");
 }
 
 // The same copy to the same place in each block of the cluster whose bit is set, whose barrier it arrives at.
-__device__ __forceinline__ void load_box_for_all(void* to, const CUtensorMap* map, uint64_t* barrier, int column,
-                                                 int row, uint32_t blocks) {
+__device__ __forceinline__ void load_box_for_all(void* to, const CUtensorMap* map, uint64_t* barrier, int row,
+                                                 int slice, int plane, uint32_t blocks) {
   asm volatile(
-      "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster [%0], "
-      "[%1, {%2, %3}], [%4], %5;" ::"r"(shared_address(to)),
-      "l"(map), "r"(column), "r"(row), "r"(shared_address(barrier)), "h"(static_cast<uint16_t>(blocks))
+      "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster [%0], "
+      "[%1, {%2, %3, %4, %5}], [%6], %7;" ::"r"(shared_address(to)),
+      "l"(map), "r"(0), "r"(row), "r"(slice), "r"(plane), "r"(shared_address(barrier)),
+      "h"(static_cast<uint16_t>(blocks))
       : "memory");
 }
 
-// A copy of one box from a three-dimensional map.
-__device__ __forceinline__ void load_box(void* to, const CUtensorMap* map, uint64_t* barrier, int column, int row,
-                                         int plane) {
-  asm volatile(
-      "cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4}], "
-      "[%5];" ::"r"(shared_address(to)),
-      "l"(map), "r"(column), "r"(row), "r"(plane), "r"(shared_address(barrier))
-      : "memory");
-}
-
-// A copy of one box from a four-dimensional map.
-__device__ __forceinline__ void load_box(void* to, const CUtensorMap* map, uint64_t* barrier, int column, int row,
-                                         int slice, int plane) {
-  asm volatile(
-      "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4, %5}], "
-      "[%6];" ::"r"(shared_address(to)),
-      "l"(map), "r"(column), "r"(row), "r"(slice), "r"(plane), "r"(shared_address(barrier))
-      : "memory");
+// Asks the L2 cache for a box.
+__device__ __forceinline__ void prefetch_box(const CUtensorMap* map, int row, int slice, int plane) {
+  asm volatile("cp.async.bulk.prefetch.tensor.4d.L2.global.tile [%0, {%1, %2, %3, %4}];" ::"l"(map), "r"(0), "r"(row),
+               "r"(slice), "r"(plane)
+               : "memory");
 }
 
 // Waits for `threads` threads at barrier `id`.

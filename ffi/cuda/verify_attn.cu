@@ -253,7 +253,7 @@ __global__ void __launch_bounds__(kThreads, 1) attend(const Problem p, const __g
     }
     sm90::fence_barrier_init();
   }
-  start_run(p, reinterpret_cast<int*>(shared + kNeededOffset), &run);
+  start_run<true>(p, reinterpret_cast<int*>(shared + kNeededOffset), &run);
   __syncthreads();
   if (thread == 0) {
     next_segment_and_rows<Cache>(p, &run, &segment, 0);
@@ -648,7 +648,10 @@ int ddtree_verify_attn_cuda(const ddtree_verify_attn_args* args, void* stream) {
   }
   CUtensorMap map{};
   // Code for sm_90 and later takes it.
-  if (major >= 9 && !e4m3 && !ddtree::encode_rows(problem, kStep, &map)) return ddtree::refused();
+  if (major >= 9 && !e4m3 &&
+      !ddtree::encode_cache(problem, kStep, DDTREE_ROW_DIM / 64, CU_TENSOR_MAP_L2_PROMOTION_L2_256B, &map)) {
+    return ddtree::refused();
+  }
   kernel<<<blocks, kThreads, kSharedBytes, cuda_stream>>>(problem, map);
   return e4m3 ? ddtree::launch_merge<uint8_t, float>(problem, processors, cuda_stream)
               : ddtree::launch_merge<__nv_bfloat16, float>(problem, processors, cuda_stream);

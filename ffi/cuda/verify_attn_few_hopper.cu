@@ -78,14 +78,14 @@ __device__ void load_latents(const Problem& p, Shared<kRows>& s, const CUtensorM
     sm90::wait(&s.query_empty, number % 2 ^ 1);
     sm90::arrive_expecting(&s.query_full, kBoxes * rows * 128);
     for (int box = 0; box < kBoxes; ++box) {
-      sm90::load_box(s.query[box], query_map, &s.query_full, box * 64, request * rows);
+      sm90::load_box(s.query[box], query_map, &s.query_full, request * rows, box, 0);
     }
     for (int step = segment.step; step < end_step; ++step) {
       sm90::wait(&s.empty[buffer], phase ^ 1);
       for (int half = 0; half < 2; ++half) {
         sm90::arrive_expecting(&s.full[buffer][half], kLatentBoxes / 2 * sm90::kBoxBytes);
         for (int box = half * kLatentBoxes / 2; box < (half + 1) * kLatentBoxes / 2; ++box) {
-          sm90::load_box(s.latents[buffer][box], cache_map, &s.full[buffer][half], box * 64, step * kHopperStep, plane);
+          sm90::load_box(s.latents[buffer][box], cache_map, &s.full[buffer][half], step * kHopperStep, box, plane);
         }
       }
       if (++buffer == kBuffers) buffer = 0, phase ^= 1;
@@ -103,8 +103,8 @@ __device__ void load_rotary(const Problem& p, Shared<kRows>& s, const CUtensorMa
     for (int step = segment.step; step < end_step; ++step, ++tile) {
       sm90::wait(&s.rotary_empty[tile % kRotaries], tile / kRotaries % 2 ^ 1);
       sm90::arrive_expecting(&s.rotary_full[tile % kRotaries], sm90::kBoxBytes);
-      sm90::load_box(s.rotary[tile % kRotaries], cache_map, &s.rotary_full[tile % kRotaries], DDTREE_LATENT_DIM,
-                     step * kHopperStep, plane);
+      sm90::load_box(s.rotary[tile % kRotaries], cache_map, &s.rotary_full[tile % kRotaries], step * kHopperStep,
+                     kLatentBoxes, plane);
     }
   });
 }
@@ -391,7 +391,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     sm90::fence_writes();
   }
   if (!kCluster) {
-    start_run(p, s.needed, &s.run);
+    start_run<false>(p, s.needed, &s.run);
     if (thread == 0) next_segment(p, &s.run, &s.segments[0]);
   }
   __syncthreads();
@@ -417,7 +417,10 @@ int launch(const Problem& p, int blocks, int size, cudaStream_t stream) {
   static_assert(sizeof(Shared<kRows>) <= 227 * 1024, "what a block may have");
   static_assert(sizeof(Left) <= sizeof(Shared<kRows>::latents), "a cluster's block leaves its output in their place");
   CUtensorMap query_map, cache_map;
-  if (!encode_maps(p, p.nodes * p.heads, &query_map, &cache_map)) return ddtree::refused();
+  if (!encode_query(p, p.nodes * p.heads, 1, &query_map) ||
+      !encode_cache(p, kHopperStep, 1, CU_TENSOR_MAP_L2_PROMOTION_L2_128B, &cache_map)) {
+    return ddtree::refused();
+  }
   const auto kernel = size > 0 ? attend_few<kRows, true> : attend_few<kRows, false>;
   return launch_clusters(kernel, kThreads, sizeof(Shared<kRows>), blocks, size > 0 ? size : 1, stream, p, query_map,
                          cache_map);

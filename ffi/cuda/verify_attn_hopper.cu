@@ -13,8 +13,10 @@
 //     loads             tile 2 has come    tile 3 has come   tile 4 begins, half by half, when both are done with 2
 //
 // So the first one's softmax goes on beside the second one's scores, and the second one's beside the output of the
-// first one's tile. A buffer is freed by halves, as each warpgroup is done with its columns; a tile's halves are filled
-// and multiplied in the order in which they are freed.
+// first one's tile. Where one waits for the other, it is told ahead: of the first one's scores before the last of them,
+// and the second one's own product stands in line before its weights are published. A buffer is freed by halves, as
+// each warpgroup is done with its columns; a tile's halves are filled and multiplied in the order in which they are
+// freed.
 #include <cuda.h>
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
@@ -42,6 +44,11 @@ constexpr int kThreads = 3 * kGroupThreads;  // and one that loads, whose regist
 constexpr int kBoxes = DDTREE_ROW_DIM / 64;     // of a tile
 constexpr int kHalfBoxes = DDTREE_LATENT_DIM / 128;
 constexpr int kColumns = DDTREE_LATENT_DIM / 2;  // of a warpgroup
+constexpr int kDepths = DDTREE_ROW_DIM / 16;     // products that make a tile's scores
+constexpr int kHeld = 6;       // of those, the last ones, whose numbers of the queries are kept in registers
+constexpr int kHandOver = 2;   // boxes from the end of its scores, when the first warpgroup tells the second
+constexpr int kAhead = 3;      // steps by which the L2 cache is asked before a load
+constexpr int kManyTiles = 8;  // of a request, from which on that pays
 constexpr int kTileBytes = kBoxes * sm90::kBoxBytes;
 static_assert(kTileRows == 64 && kHopperStep == 64, "a box has 64 rows");
 
@@ -117,42 +124,78 @@ __device__ __forceinline__ void init_barriers(Shared& s) {
   sm90::fence_barrier_init();
 }
 
-// Loads the tiles of steps [step, end_step) of a plane of the cache; `tile` is the next of the block's run. In clusters
-// a block's first tile is waited for box by box.
-template <bool kByBox>
-__device__ __forceinline__ void load_steps(Shared& s, const CUtensorMap* cache_map, int plane, int step, int end_step,
-                                           uint32_t* tile) {
+// What is loaded, box by box. In clusters the query and a block's first tile come in boxes of 64 numbers a row, else a
+// query tile is one box; a tile of the cache is two, its halves.
+struct Maps {
+  CUtensorMap query, slice, halves[2];
+};
+
+// Loads a half of a tile.
+__device__ __forceinline__ void load_half(uint8_t* keys, const Maps& maps, uint64_t* barrier, int half, int step,
+                                          int plane) {
+  sm90::load_box(keys + first_box(half) * sm90::kBoxBytes, &maps.halves[half], barrier, step * kHopperStep,
+                 first_box(half), plane);
+}
+
+// Loads the tiles of steps [step, end_step) of a plane of the cache; `tile` is the next of the block's run.
+//
+// Where a request has many tiles, whose blocks go through the same rows at about the same time, each asks the L2 cache
+// for a step in `tiles` ahead, so that none waits for memory; `own` is the segment's tile.
+__device__ __forceinline__ void load_steps(Shared& s, const Maps& maps, int plane, int step, int end_step, int tiles,
+                                           int own, uint32_t* tile) {
+  int ahead = end_step;
+  if (tiles >= kManyTiles) {
+    const int first = step + kAhead, wave = over(first, tiles) * tiles + own;
+    ahead = wave < first ? wave + tiles : wave;
+  }
+#pragma unroll 1  // this thread has 24 registers
   for (; step < end_step; ++step, ++*tile) {
     const int buffer = *tile % 2;
     for (int i = 0; i < 2; ++i) {
       const int half = i ^ buffer;
       sm90::wait(&s.empty[buffer][half], *tile / 2 % 2 ^ 1);
-      if (kByBox) {
-        sm90::arrive(&s.full[buffer][half]);
-      } else {
-        sm90::arrive_expecting(&s.full[buffer][half], (end_box(half) - first_box(half)) * sm90::kBoxBytes);
+      sm90::arrive_expecting(&s.full[buffer][half], (end_box(half) - first_box(half)) * sm90::kBoxBytes);
+      load_half(s.keys[buffer], maps, &s.full[buffer][half], half, step, plane);
+    }
+    if (step + kAhead == ahead && ahead < end_step) {
+      for (int half = 0; half < 2; ++half) {
+        sm90::prefetch_box(&maps.halves[half], ahead * kHopperStep, first_box(half), plane);
       }
-      for (int box = first_box(half); box < end_box(half); ++box) {
-        if (kByBox) sm90::arrive_expecting(&s.arrived[box], sm90::kBoxBytes);
-        sm90::load_box(s.keys[buffer] + box * sm90::kBoxBytes, cache_map,
-                       kByBox ? &s.arrived[box] : &s.full[buffer][half], box * 64, step * kHopperStep, plane);
-      }
+      ahead += tiles;
     }
   }
 }
 
-__device__ __forceinline__ void load_query(Shared& s, const CUtensorMap* query_map, uint64_t* barrier, int row) {
+// Loads a cluster block's first tile, which is waited for box by box.
+__device__ __forceinline__ void load_first_step(Shared& s, const Maps& maps, int plane, int step) {
   for (int box = 0; box < kBoxes; ++box) {
-    sm90::load_box(s.query + box * sm90::kBoxBytes, query_map, barrier, box * 64, row);
+    sm90::arrive_expecting(&s.arrived[box], sm90::kBoxBytes);
+    sm90::load_box(s.keys[0] + box * sm90::kBoxBytes, &maps.slice, &s.arrived[box], step * kHopperStep, box, plane);
   }
+  for (int half = 0; half < 2; ++half) sm90::arrive(&s.full[0][half]);
+}
+
+// The first row of a tile of a request's queries.
+__device__ __forceinline__ int query_row(const Problem& p, int request, int tile) {
+  return request * p.nodes * p.heads + tile * kTileRows;
 }
 
 // With what a block begins where all requests have all nodes and about the same length.
 __device__ __forceinline__ Guess guess_start(const Problem& p) {
-  const int tiles = shape_tiles(p.nodes, p.heads), all = p.batch * tiles, blocks = gridDim.x;
+  const int tiles = shape_tiles(p.nodes, p.heads), all = p.batch * tiles, blocks = gridDim.x, block = blockIdx.x;
   // Whole tiles, or as many chunks of each as there are blocks for.
   const int chunks = max(over(blocks, all), 1), rounds = max(over(all, blocks), 1);
-  const int place = rounds * blockIdx.x, request = over(place, chunks * tiles);
+  if (all <= blocks) {
+    // Or columns, as start_run chooses.
+    const int steps = request_of(p, 0).steps, places = steps + kBeginCost, runs = over(blocks, tiles);
+    const int run = over(p.batch * places + runs - 1, runs);
+    if (run + kMergeCost < over(steps + chunks - 1, chunks)) {
+      const int number = over(block, tiles), request = over(number * run, places), tile = block - number * tiles;
+      if (request >= p.batch || tile >= request_of(p, request).tiles) return {p.batch, 0, 0};
+      return {request, tile, max(number * run - request * places - kBeginCost, 0)};
+    }
+  }
+  const int place = rounds * block, request = over(place, chunks * tiles);
   if (request >= p.batch) return {p.batch, 0, 0};
   const Request r = request_of(p, request);
   const int in_request = place - request * chunks * tiles, chunk = over(in_request, tiles);
@@ -161,20 +204,17 @@ __device__ __forceinline__ Guess guess_start(const Problem& p) {
 }
 
 // Loads it while the plan is made.
-__device__ __forceinline__ void load_guess(const Problem& p, Shared& s, const CUtensorMap* query_map,
-                                           const CUtensorMap* cache_map) {
+__device__ __forceinline__ void load_guess(const Problem& p, Shared& s, const Maps& maps) {
   const Guess guess = s.guess;
   if (guess.request == p.batch) return;
   sm90::arrive_expecting(&s.guessed, 2 * kTileBytes);
-  load_query(s, query_map, &s.guessed, guess.request * p.nodes * p.heads + guess.tile * kTileRows);
+  sm90::load_box(s.query, &maps.query, &s.guessed, query_row(p, guess.request, guess.tile), 0, 0);
   const int plane = layer_of(p.layer, p.layers) * p.batch + guess.request;
-  for (int box = 0; box < kBoxes; ++box) {
-    sm90::load_box(s.keys[0] + box * sm90::kBoxBytes, cache_map, &s.guessed, box * 64, guess.step * kHopperStep, plane);
-  }
+  for (int half = 0; half < 2; ++half) load_half(s.keys[0], maps, &s.guessed, half, guess.step, plane);
 }
 
 // What the loading warp does, by one thread.
-__device__ void load_tiles(const Problem& p, Shared& s, const CUtensorMap* query_map, const CUtensorMap* cache_map) {
+__device__ void load_tiles(const Problem& p, Shared& s, const Maps& maps) {
   const int layer = layer_of(p.layer, p.layers);
   uint32_t tile = 0;  // of the block's run
   bool loaded = false;
@@ -185,7 +225,8 @@ __device__ void load_tiles(const Problem& p, Shared& s, const CUtensorMap* query
   for (uint32_t number = 0;; ++number) {
     if (number >= 1) sm90::wait(&s.planned[number % 2], (number - 1) / 2 % 2);
     const Segment& segment = s.segments[number % 2];
-    const int request = segment.request, end_step = segment.end_step;
+    const int request = segment.request, end_step = segment.end_step, own = segment.tile;
+    const int tiles = over(segment.nodes * p.heads + kTileRows - 1, kTileRows);
     int step = segment.step;
     if (request == p.batch) return;
     if (loaded) {
@@ -197,9 +238,9 @@ __device__ void load_tiles(const Problem& p, Shared& s, const CUtensorMap* query
     } else {
       sm90::wait(&s.query_empty, number % 2 ^ 1);
       sm90::arrive_expecting(&s.query_full, kTileBytes);
-      load_query(s, query_map, &s.query_full, request * p.nodes * p.heads + segment.tile * kTileRows);
+      sm90::load_box(s.query, &maps.query, &s.query_full, query_row(p, request, own), 0, 0);
     }
-    load_steps<false>(s, cache_map, layer * p.batch + request, step, end_step, &tile);
+    load_steps(s, maps, layer * p.batch + request, step, end_step, tiles, own, &tile);
   }
 }
 
@@ -209,8 +250,7 @@ __device__ void load_tiles(const Problem& p, Shared& s, const CUtensorMap* query
 // All warps wait for the cluster before they meet again, though only the loading one needs it: racecheck lets no warp
 // past that wait until all of its block have come there, as does the code that ptxas makes of it for launches without
 // clusters. That costs nothing, since what is waited for is that all have arrived.
-__device__ __forceinline__ void start_cluster_block(const Problem& p, Shared& s, const CUtensorMap* query_map,
-                                                    const CUtensorMap* cache_map, int thread) {
+__device__ __forceinline__ void start_cluster_block(const Problem& p, Shared& s, const Maps& maps, int thread) {
   const int size = cluster::size(), rank = blockIdx.x % size, tiles = shape_tiles(p.nodes, p.heads);
   const int place = blockIdx.x / size, request = place / tiles, box_rows = query_box_rows(p);
   if (thread == kComputeThreads) {
@@ -221,8 +261,7 @@ __device__ __forceinline__ void start_cluster_block(const Problem& p, Shared& s,
   __syncwarp();
   cluster::arrive_relaxed();  // the barriers' own fence has made them known
   if (thread == kComputeThreads) {
-    uint32_t tile = 0;
-    load_steps<true>(s, cache_map, s.plane, rank, rank + 1, &tile);
+    load_first_step(s, maps, s.plane, rank);
     for (int box = 0; box < kBoxes; ++box) sm90::arrive_expecting(&s.arrived[box], box_rows * 128);
   } else if (thread == kComputeThreads + 32) {
     s.share = cluster_segment(p, blockIdx.x, size, true);
@@ -240,9 +279,9 @@ __device__ __forceinline__ void start_cluster_block(const Problem& p, Shared& s,
   __syncwarp();
   cluster::wait();  // all blocks' barriers are there
   if (thread == kComputeThreads) {
-    const int row = request * p.nodes * p.heads + (place - request * tiles) * kTileRows;
+    const int row = query_row(p, request, place - request * tiles);
     for (int box = rank; box < kBoxes; box += size) {
-      sm90::load_box_for_all(s.query + box * sm90::kBoxBytes, query_map, &s.arrived[box], box * 64, row,
+      sm90::load_box_for_all(s.query + box * sm90::kBoxBytes, &maps.query, &s.arrived[box], row, box, 0,
                              (1 << size) - 1);
     }
   }
@@ -276,10 +315,12 @@ __device__ __forceinline__ void clear_not_finite(uint8_t* keys, int first, int e
 }
 
 // Starts the product of the queries with half `kHalf` of tile `tile`; with kFirst the scores begin with it. A warpgroup
-// must issue faster than the tensor cores work, so nothing but products is between the products of a half. The last box
-// of the queries is `held` in registers, which spares reads of shared memory.
+// must issue faster than the tensor cores work, so nothing but products is between the products of a half. What of the
+// queries is `held` in registers spares reads of shared memory, which limits these products.
+//
+// The first warpgroup's last half is two groups: the second one begins when the first of them is done.
 template <int kSide, int kHalf, bool kFirst>
-__device__ __forceinline__ void start_scores(Shared& s, uint32_t tile, const uint32_t (&held)[4][4],
+__device__ __forceinline__ void start_scores(Shared& s, uint32_t tile, const uint32_t (&held)[kHeld][4],
                                              float (&score)[32]) {
   const uint64_t query = sm90::along_rows(sm90::shared_address(s.query));
   const uint64_t keys = sm90::along_rows(sm90::shared_address(s.keys[kSide]));
@@ -291,8 +332,10 @@ __device__ __forceinline__ void start_scores(Shared& s, uint32_t tile, const uin
     for (int k = 0; k < 4; ++k) {
       const uint32_t offset = box * sm90::kBoxBytes + k * 32;
       const bool add = !kFirst || box > first_box(kHalf) || k > 0;
-      if (box == kBoxes - 1) {
-        sm90::multiply_64(score, held[k], sm90::further(keys, offset), add);
+      const int depth = box * 4 + k - (kDepths - kHeld);
+      if (kSide == 0 && box == kBoxes - kHandOver && k == 0) sm90::end_products();
+      if (depth >= 0) {
+        sm90::multiply_64(score, held[max(depth, 0)], sm90::further(keys, offset), add);
       } else {
         sm90::multiply_64(score, sm90::further(query, offset), sm90::further(keys, offset), add);
       }
@@ -361,8 +404,8 @@ __device__ __forceinline__ uint32_t pack_half(float low, float high) {
 }
 
 // Stores a warp's 16 rows of a warpgroup's columns, `pair` of each two numbers: the thread's upper row from to[0] on,
-// the one 8 below from to[1] on, where they are `real`. Goes through `staging`, 1 KB for the warp, 32 columns at a time:
-// threads hold two columns of a row each, and memory wants sectors.
+// the one 8 below from to[1] on, where they are `real`. Goes through `staging`, 1 KB for the warp, 32 columns at a
+// time: threads hold two columns of a row each, and memory wants sectors.
 template <typename Number, typename Pair>
 __device__ __forceinline__ void store_rows(const float (&out)[kColumns / 2], uint8_t* staging, int lane,
                                            const bool (&real)[2], Number* const (&to)[2], const Pair& pair) {
@@ -409,7 +452,7 @@ __device__ __forceinline__ void attend_side(const Problem& p, Shared& s, int thr
   const int warp = thread / 32, lane = thread % 32;
   const int upper = warp * 16 + lane / 4;  // the thread's rows are this one and the one 8 below
   uint32_t tile = 0;                       // of the block's run
-  uint32_t held[4][4];
+  uint32_t held[kHeld][4];
   float score[32];
   const auto hold_query = [&](uint32_t number) {
     if (kCluster) {
@@ -418,17 +461,25 @@ __device__ __forceinline__ void attend_side(const Problem& p, Shared& s, int thr
       sm90::wait(&s.query_full, number % 2);
     }
     const int place = hidden(thread), row = place / 32 * 16 + place % 16;
-    const uint32_t from = sm90::shared_address(s.query + (kBoxes - 1) * sm90::kBoxBytes) + row * 128;
+    const uint32_t from = sm90::shared_address(s.query) + row * 128;
 #pragma unroll
-    for (int k = 0; k < 4; ++k) load_matrices(held[k], from + ((k * 2 + place % 32 / 16 ^ row % 8) << 4));
+    for (int i = 0; i < kHeld; ++i) {
+      const int depth = kDepths - kHeld + i;
+      load_matrices(held[i],
+                    from + depth / 4 * sm90::kBoxBytes + ((depth % 4 * 2 + place % 32 / 16 ^ row % 8) << 4));
+    }
   };
   const auto begin_scores = [&] {
     start_scores<kSide, kSide, true>(s, tile, held, score);
     start_scores<kSide, kSide ^ 1, false>(s, tile, held, score);
   };
   const auto end_scores = [&] {
+    if (kSide == 0) {
+      // Told when they are all but done, or the tensor cores would idle while it hears of it.
+      sm90::wait_products<1>();
+      if (lane == 0) sm90::arrive(&s.scored);
+    }
     sm90::wait_products<0>();
-    if (kSide == 0 && lane == 0) sm90::arrive(&s.scored);
     sm90::pin(score);
   };
   if (kCluster) {
@@ -523,10 +574,31 @@ __device__ __forceinline__ void attend_side(const Problem& p, Shared& s, int thr
       }
       uint32_t weights[4][4];
       weigh(score, maximum, sum, factor, weights);
-      sm90::wait_products<0>();
-      sm90::pin(out);
-      if (kSide == 1 && tile > first && lane == 0) sm90::arrive(&s.empty[0][1]);
-      if (__builtin_expect(__any_sync(~0u, factor[0] != 1.0f || factor[1] != 1.0f), 0)) rescale(out, factor);
+      const auto multiply = [&] {
+        sm90::begin_products();
+        const uint64_t values =
+            sm90::down_rows(sm90::shared_address(s.keys[kSide] + first_box(kSide) * sm90::kBoxBytes));
+#pragma unroll
+        for (int k = 0; k < 4; ++k) sm90::multiply_256(out, weights[k], sm90::further(values, k * 2048));
+        sm90::end_products();
+      };
+      const bool shrinks = factor[0] != 1.0f || factor[1] != 1.0f;
+      if (kSide == 0) {
+        sm90::wait_products<0>();
+        sm90::pin(out);
+        if (__builtin_expect(__any_sync(~0u, shrinks), 0)) rescale(out, factor);
+      } else {
+        // No scores are under way beside this softmax, only the product with the other's tile: when that ends, this
+        // product must stand in line, and cannot wait until the weights have been published.
+        if (__builtin_expect(sm90::any_at(kGroup + kSide, kGroupThreads, shrinks), 0)) {
+          sm90::wait_products<0>();  // none may be under way while registers of one change
+          sm90::pin(out);
+          rescale(out, factor);
+        }
+        multiply();
+        sm90::wait_products<1>();
+        if (tile > first && lane == 0) sm90::arrive(&s.empty[0][1]);
+      }
       sm90::sync_at(kGroup + kSide, kGroupThreads);  // no warp's product still reads the weights of the tile before
       {
         const int place = hidden(thread), row = place / 32 * 16 + place % 16;
@@ -543,12 +615,7 @@ __device__ __forceinline__ void attend_side(const Problem& p, Shared& s, int thr
       }
       sm90::fence_writes();
       sm90::arrive(&s.published[kSide]);
-      sm90::begin_products();
-      const uint64_t values =
-          sm90::down_rows(sm90::shared_address(s.keys[kSide] + first_box(kSide) * sm90::kBoxBytes));
-#pragma unroll
-      for (int k = 0; k < 4; ++k) sm90::multiply_256(out, weights[k], sm90::further(values, k * 2048));
-      sm90::end_products();
+      if (kSide == 0) multiply();
       sm90::wait_products<0>();
       sm90::pin(out);
       if (lane == 0) sm90::arrive(&s.empty[kSide][kSide]);
@@ -562,8 +629,7 @@ __device__ __forceinline__ void attend_side(const Problem& p, Shared& s, int thr
           sm90::pin(out);
           if (lane == 0) sm90::arrive(&s.empty[1][0]);
           start_scores<0, 1, false>(s, tile + 1, held, score);
-          sm90::wait_products<0>();
-          if (lane == 0) sm90::arrive(&s.scored);
+          end_scores();
         } else {
           // After the other's scores: their softmax then goes on beside this product.
           sm90::wait(&s.scored, tile / 2 % 2);
@@ -571,8 +637,8 @@ __device__ __forceinline__ void attend_side(const Problem& p, Shared& s, int thr
           start_scores<1, 0, false>(s, tile + 1, held, score);
           other_tile();
           sm90::wait_products<1>();
+          sm90::pin(score);
         }
-        sm90::pin(score);
         ++tile;
       }
       own_tile();
@@ -654,29 +720,28 @@ __device__ __forceinline__ void attend_side(const Problem& p, Shared& s, int thr
 
 template <bool kCluster>
 __global__ void __launch_bounds__(kThreads, 1)
-    attend(const Problem p, const __grid_constant__ CUtensorMap query_map,
-           const __grid_constant__ CUtensorMap cache_map) {
+    attend(const Problem p, const __grid_constant__ Maps maps) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
   extern __shared__ __align__(1024) uint8_t memory[];
   Shared& s = *reinterpret_cast<Shared*>(memory);
   const int thread = threadIdx.x, lane = thread % 32;
   if (kCluster) {
-    start_cluster_block(p, s, &query_map, &cache_map, thread);
+    start_cluster_block(p, s, maps, thread);
     __syncthreads();
   } else {
     if (thread == kComputeThreads) {
       s.guess = guess_start(p);
     } else if (thread == kComputeThreads + 32) {
-      sm90::prefetch(&query_map);
-      sm90::prefetch(&cache_map);
+      sm90::prefetch(&maps.query);
+      for (int half = 0; half < 2; ++half) sm90::prefetch(&maps.halves[half]);
     } else if (thread == kComputeThreads + 64) {
       init_load_barriers(s);
       init_barriers(s);
     }
-    start_run(p, s.needed, &s.run);
+    start_run<true>(p, s.needed, &s.run);
     // Not before lengths are there, or the plan would wait for them behind these loads. To issue them takes as long as
     // the rest of the plan: nobody waits for this thread.
-    if (thread == kComputeThreads) load_guess(p, s, &query_map, &cache_map);
+    if (thread == kComputeThreads) load_guess(p, s, maps);
     if (thread == 0) {
       next_segment(p, &s.run, &s.segments[0]);
       sm90::arrive(&s.started);
@@ -690,11 +755,11 @@ __global__ void __launch_bounds__(kThreads, 1)
     if (kCluster) {
       if (thread == kComputeThreads) {
         uint32_t tile = 1;
-        load_steps<false>(s, &cache_map, s.plane, s.share.step, s.share.end_step, &tile);
+        load_steps(s, maps, s.plane, s.share.step, s.share.end_step, 1, 0, &tile);
       }
       if (thread >= kComputeThreads + 96) fetch_ancestors(p, s, lane);
     } else {
-      if (thread == kComputeThreads) load_tiles(p, s, &query_map, &cache_map);
+      if (thread == kComputeThreads) load_tiles(p, s, maps);
       if (thread == kComputeThreads + 32) plan_segments(p, s);
     }
   } else {
@@ -721,9 +786,16 @@ __global__ void __launch_bounds__(kThreads, 1)
 
 template <bool kCluster>
 int launch(const Problem& p, int blocks, int size, cudaStream_t stream) {
-  CUtensorMap query_map, cache_map;
-  if (!encode_maps(p, kCluster ? query_box_rows(p) : kTileRows, &query_map, &cache_map)) return ddtree::refused();
-  return launch_clusters(attend<kCluster>, kThreads, sizeof(Shared), blocks, size, stream, p, query_map, cache_map);
+  constexpr CUtensorMapL2promotion kPromotion = CU_TENSOR_MAP_L2_PROMOTION_L2_128B;
+  Maps maps;
+  bool made = kCluster ? encode_query(p, query_box_rows(p), 1, &maps.query) &&
+                             encode_cache(p, kHopperStep, 1, kPromotion, &maps.slice)
+                       : encode_query(p, kTileRows, kBoxes, &maps.query);
+  for (int half = 0; half < 2; ++half) {
+    made = made && encode_cache(p, kHopperStep, end_box(half) - first_box(half), kPromotion, &maps.halves[half]);
+  }
+  if (!made) return ddtree::refused();
+  return launch_clusters(attend<kCluster>, kThreads, sizeof(Shared), blocks, size, stream, p, maps);
 }
 
 // What a card runs: whether the code is Hopper's own, and how many clusters of each size at once.

@@ -27,7 +27,6 @@ constexpr int kWarps = kThreads / 32;
 constexpr int kSides = 2;               // warps of a row, each with half of its columns, eight for a lane
 constexpr int kRows = kWarps / kSides;  // of a block, or ways in which the parts of one row are shared out
 constexpr int kFewParts = 8;            // that need not be shared out
-constexpr int kBlocksPerProcessor = 2;
 
 // A lane's columns of a part's row, as they lie in memory.
 template <typename Number>
@@ -36,6 +35,7 @@ struct Slice;
 template <>
 struct Slice<float> {
   static constexpr int kTogether = 4;  // that a warp asks for at a time
+  static constexpr int kBlocks = 2;    // for a processor, as many as registers allow
   float4 x[2];
   __device__ __forceinline__ void load(const float* row) {
     x[0] = reinterpret_cast<const float4*>(row)[0];
@@ -54,7 +54,8 @@ struct Slice<float> {
 
 template <>
 struct Slice<__half> {
-  static constexpr int kTogether = 8;
+  static constexpr int kTogether = 4;
+  static constexpr int kBlocks = 3;
   uint4 x;
   __device__ __forceinline__ void load(const __half* row) { x = *reinterpret_cast<const uint4*>(row); }
   __device__ __forceinline__ void add_to(float (&total)[8], float factor) const {
@@ -151,7 +152,7 @@ __device__ __forceinline__ void copy_latents(const Problem& p, float scale, int 
 }
 
 template <typename Cache, typename Number>
-__global__ void __launch_bounds__(kThreads, kBlocksPerProcessor) merge(const Problem p) {
+__global__ void __launch_bounds__(kThreads, Slice<Number>::kBlocks) merge(const Problem p) {
   __shared__ float totals[kRows][DDTREE_LATENT_DIM];
   __shared__ float tops[kRows], sums[kRows];
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
@@ -165,56 +166,61 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerProcessor) merge(const Pro
   const CutTiles& list = *p.cut_tiles;
   const bool shared_out = list.most_parts > kFewParts;
   // Tiles may have fewer rows than there is room for, and blocks with nothing but such rows would be idle.
-  const uint32_t tile_rows = min(kTileRows, p.nodes * p.heads), rows = list.count * tile_rows;
+  const uint32_t tile_rows = min(kTileRows, p.nodes * p.heads), together = shared_out ? 1 : kRows;
+  // A pair of warps has so many rows of a tile one after the other, whose parts it looks up once.
+  const uint32_t pairs = gridDim.x * together, each = max((list.count * tile_rows + pairs - 1) / pairs, 1u);
+  const uint32_t units = (tile_rows + each - 1) / each;
   const int way = shared_out ? group : 0, ways = shared_out ? kRows : 1;
 #pragma unroll 1
-  for (uint32_t index = shared_out ? blockIdx.x : blockIdx.x * kRows + group; index < rows;
-       index += shared_out ? gridDim.x : gridDim.x * kRows) {
-    const uint32_t number = index / tile_rows;
+  for (uint32_t unit = blockIdx.x * together + (shared_out ? 0 : group); unit < list.count * units; unit += pairs) {
+    const uint32_t number = unit / units, first = (unit - number * units) * each;
     const CutTile& tile = list.tiles[number];
-    const int row = static_cast<int>(index - number * tile_rows);
-    if (row >= tile.rows) continue;
+    const int end = min(static_cast<int>(first + each), tile.rows);
+    if (static_cast<int>(first) >= end) continue;
     const Parts parts = tile.parts;
     const int count = parts.count();
-    Sum all;
+    const int64_t first_row = static_cast<int64_t>(tile.request) * p.nodes * p.heads + tile.first_row;
 #pragma unroll 1
-    for (int i = way; i < count; i += 32 * ways) {
-      const int own = i + lane * ways, known = own < count ? parts.get(own) : -1;
-      add_parts<Number>(p.parts, known, min((count - i + ways - 1) / ways, 32), row, column, &all);
-    }
-    __nv_bfloat16* out = p.out + (static_cast<int64_t>(tile.request) * p.nodes * p.heads + tile.first_row + row) *
-                                     DDTREE_LATENT_DIM;
-    if (!shared_out) {
-      const float inverse = scale / all.sum;
-      const float* x = all.total;
-      *reinterpret_cast<uint4*>(out + column) =
-          make_uint4(pack(x[0] * inverse, x[1] * inverse), pack(x[2] * inverse, x[3] * inverse),
-                     pack(x[4] * inverse, x[5] * inverse), pack(x[6] * inverse, x[7] * inverse));
-      continue;
-    }
-    __syncthreads();  // the row before has been read
-    if (lane == 0) {
-      tops[group] = all.top;
-      sums[group] = all.sum;
-    }
-    float4* to = reinterpret_cast<float4*>(&totals[group][column]);
-    to[0] = make_float4(all.total[0], all.total[1], all.total[2], all.total[3]);
-    to[1] = make_float4(all.total[4], all.total[5], all.total[6], all.total[7]);
-    __syncthreads();
-    float top = -INFINITY, sum = 0;
-    float2 total = make_float2(0, 0);
+    for (int row = first; row < end; ++row) {
+      Sum all;
+#pragma unroll 1
+      for (int i = way; i < count; i += 32 * ways) {
+        const int own = i + lane * ways, known = own < count ? parts.get(own) : -1;
+        add_parts<Number>(p.parts, known, min((count - i + ways - 1) / ways, 32), row, column, &all);
+      }
+      __nv_bfloat16* out = p.out + (first_row + row) * DDTREE_LATENT_DIM;
+      if (!shared_out) {
+        const float inverse = scale / all.sum;
+        const float* x = all.total;
+        *reinterpret_cast<uint4*>(out + column) =
+            make_uint4(pack(x[0] * inverse, x[1] * inverse), pack(x[2] * inverse, x[3] * inverse),
+                       pack(x[4] * inverse, x[5] * inverse), pack(x[6] * inverse, x[7] * inverse));
+        continue;
+      }
+      __syncthreads();  // the row before has been read
+      if (lane == 0) {
+        tops[group] = all.top;
+        sums[group] = all.sum;
+      }
+      float4* to = reinterpret_cast<float4*>(&totals[group][column]);
+      to[0] = make_float4(all.total[0], all.total[1], all.total[2], all.total[3]);
+      to[1] = make_float4(all.total[4], all.total[5], all.total[6], all.total[7]);
+      __syncthreads();
+      float top = -INFINITY, sum = 0;
+      float2 total = make_float2(0, 0);
 #pragma unroll
-    for (int g = 0; g < kRows; ++g) top = fmaxf(top, tops[g]);
+      for (int g = 0; g < kRows; ++g) top = fmaxf(top, tops[g]);
 #pragma unroll
-    for (int g = 0; g < kRows; ++g) {
-      const float factor = shrink(tops[g], top);
-      const float2 x = *reinterpret_cast<const float2*>(&totals[g][threadIdx.x * 2]);
-      sum += factor * sums[g];
-      total.x += factor * x.x;
-      total.y += factor * x.y;
+      for (int g = 0; g < kRows; ++g) {
+        const float factor = shrink(tops[g], top);
+        const float2 x = *reinterpret_cast<const float2*>(&totals[g][threadIdx.x * 2]);
+        sum += factor * sums[g];
+        total.x += factor * x.x;
+        total.y += factor * x.y;
+      }
+      const float inverse = scale / sum;
+      *reinterpret_cast<uint32_t*>(out + threadIdx.x * 2) = pack(total.x * inverse, total.y * inverse);
     }
-    const float inverse = scale / sum;
-    *reinterpret_cast<uint32_t*>(out + threadIdx.x * 2) = pack(total.x * inverse, total.y * inverse);
   }
 }
 
@@ -224,7 +230,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerProcessor) merge(const Pro
 template <typename Cache, typename Number>
 int launch_merge(const Problem& p, int processors, cudaStream_t stream) {
   const int64_t rows = static_cast<int64_t>(p.batch) * p.nodes * p.heads;
-  const int blocks = static_cast<int>(std::min<int64_t>(rows, merging::kBlocksPerProcessor * processors));
+  const int blocks = static_cast<int>(std::min<int64_t>(rows, merging::Slice<Number>::kBlocks * processors));
   merging::merge<Cache, Number><<<blocks, merging::kThreads, 0, stream>>>(p);
   return launch_status();
 }

@@ -12,6 +12,12 @@
 // equal runs of the order. A run may cut its first and its last item; a block does the last one's beginning first, so
 // that at any time all blocks are about equally far in their chunks.
 //
+// Where all requests have the same number of tiles, a fourth way is columns: tile t of all requests is a column, whose
+// steps, request after request, are cut into equal runs. The blocks with the same run of all columns read the same rows
+// together. A run meets few items, and what it costs to begin one is counted as kBeginCost places before its steps; but
+// blocks that are no multiple of the tiles are left over. What is taken is what should take the fewest steps, kCutCost
+// counted for runs that cut chunks and kMergeCost for what else is cut and merged.
+//
 // An item that is not a whole tile, or was cut, leaves parts in the workspace, which a second launch merges by a list
 // of the tiles that are cut.
 //
@@ -33,6 +39,8 @@ namespace ddtree {
 constexpr int kMinRun = 2;      // steps below which another block costs more than it saves
 constexpr int kShortRun = 32;   // steps in which blocks cannot get far from each other
 constexpr int kBlockParts = 3;  // that a block can leave
+// In steps, by measurement.
+constexpr int kCutCost = 12, kBeginCost = 5, kMergeCost = 2, kRoundSlack = 4;
 
 // What a part says of a row. The output stands for itself times `scale`, one for each half of the columns.
 struct PartRow {
@@ -55,6 +63,7 @@ struct Plan {
   // Whole tiles that a block takes before its run, block by block in the order of requests and tiles; the first tile
   // after all of those. They have no places in the order.
   int tiles, request, tile;
+  int columns;  // tiles of each request that has any; or 0. A block has column block % columns
 };
 
 struct Request {
@@ -78,10 +87,10 @@ DDTREE_PLAN int first_tile(const Plan& plan, int b, const Request& r) {
   return b < plan.request ? r.tiles : b == plan.request ? plan.tile : 0;
 }
 
-// What of a request has places in the order; its tiles count from first_tile.
+// What of a request has places in the order; its tiles count from first_tile. Each column is an order of its own.
 DDTREE_PLAN Request rest_of(const Problem& p, const Plan& plan, int b) {
   Request r = request_of(p, b);
-  r.tiles -= first_tile(plan, b, r);
+  r.tiles = plan.columns > 0 ? min(r.tiles, 1) : r.tiles - first_tile(plan, b, r);
   return r;
 }
 
@@ -90,7 +99,7 @@ DDTREE_PLAN Request rest_of(const Problem& p, const Plan& plan, int b) {
 // runs beside whole tiles leave the fewest parts when they follow each other down a tile.
 DDTREE_PLAN int chunks_of(const Plan& plan, const Request& r) {
   if (plan.whole) return over(r.steps + plan.run - 1, plan.run);
-  if (plan.tiles > 0 && plan.run <= kShortRun) return 1;
+  if (plan.columns > 0 || (plan.tiles > 0 && plan.run <= kShortRun)) return 1;
   return max(1, min(over(2 * r.steps + plan.run, 2 * plan.run), over(r.steps, plan.run / 2 + 1)));
 }
 
@@ -109,9 +118,12 @@ DDTREE_PLAN int blocks_of(const Plan& plan, const Request& r) {
   return over(r.tiles + together - 1, together) * chunks_of(plan, r);
 }
 
+// Places before the steps of a request.
+DDTREE_PLAN int begin_cost(const Plan& plan) { return plan.columns > 0 ? kBeginCost : 0; }
+
 // Places in the order that a request takes.
 DDTREE_PLAN int places_of(const Plan& plan, const Request& r) {
-  return plan.whole ? blocks_of(plan, r) * plan.run : r.tiles * r.steps;
+  return plan.whole ? blocks_of(plan, r) * plan.run : r.tiles * (r.steps + begin_cost(plan));
 }
 
 // Sum and greatest of `value` over the lanes of a warp.
@@ -216,6 +228,7 @@ struct Run {
   int later_request, later_at, later_left, later_before;
   // Whole tiles that come before all that, and the next of them.
   int tiles, tile_request, tile;
+  int column;  // of the block, or 0
 };
 
 constexpr int kTries = 8;  // lengths of whole items
@@ -244,11 +257,16 @@ DDTREE_PLAN void next_segment(const Problem& p, Run* run, Segment* s) {
 #pragma unroll 1
   for (int b = run->request; b < p.batch && run->left > 0; run->request = ++b) {
     const Request r = rest_of(p, plan, b);
-    const int places = places_of(plan, r), from = run->at - run->before;
-    if (from >= places) {
+    const int places = places_of(plan, r);
+    if (run->at - run->before >= places) {
       run->before += places;
       continue;
     }
+    const int passed = max(begin_cost(plan) - (run->at - run->before), 0);
+    run->at += passed;
+    run->left -= passed;
+    if (run->left <= 0) break;
+    const int from = run->at - run->before - begin_cost(plan);  // of the request's steps
     s->request = b;
     s->steps = r.steps;
     s->length = r.length;
@@ -256,7 +274,7 @@ DDTREE_PLAN void next_segment(const Problem& p, Run* run, Segment* s) {
     const Item item = item_at(plan, r, from);
     const int step = item.begin + from - item.place;
     const int end = plan.whole ? item.end : min(item.end, step + run->left);
-    s->tile = item.tile + (b == plan.request ? plan.tile : 0);
+    s->tile = item.tile + (b == plan.request ? plan.tile : 0) + run->column;
     s->step = step;
     s->end_step = end;
     s->part = step > item.begin ? 0 : end == item.end ? 1 : 2;
@@ -271,11 +289,15 @@ DDTREE_PLAN void next_segment(const Problem& p, Run* run, Segment* s) {
   s->request = p.batch;
 }
 
+// Which run of the plan's a block has: the place where it begins, by plan.run.
+DDTREE_PLAN int run_of(const Plan& plan, int block) { return plan.columns > 0 ? over(block, plan.columns) : block; }
+
 // A block's run of places [at, end), the first and the last of which the two found requests hold.
-DDTREE_PLAN void begin_run(const Problem& p, const Plan& plan, int at, int end, const Found& first,
-                                          const Found& last, Run* run) {
-  *run = {plan, at, end - at, first.before, first.request, first.request, at, 0, first.before, 0, 0, 0};
-  if (plan.whole || at >= end) return;
+DDTREE_PLAN void begin_run(const Problem& p, const Plan& plan, int block, int at, int end, const Found& first,
+                           const Found& last, Run* run) {
+  const int column = plan.columns > 0 ? block - run_of(plan, block) * plan.columns : 0;
+  *run = {plan, at, end - at, first.before, first.request, first.request, at, 0, first.before, 0, 0, 0, column};
+  if (plan.whole || plan.columns > 0 || at >= end) return;
   const Item item = item_at(plan, rest_of(p, plan, last.request), end - 1 - last.before);
   const int begun = last.before + item.place;
   if (begun > at && begun + item.end - item.begin > end) {
@@ -289,21 +311,31 @@ DDTREE_PLAN void begin_run(const Problem& p, const Plan& plan, int at, int end, 
 
 // Makes the plan and the block's run. All threads call it, eight warps at least, and `run` is there when they are
 // together again; `needed` is shared memory for kTries.
+//
+// Without kManyRows it is for a kernel whose requests have one tile, which memory limits: there columns are runs of the
+// order, longer runs cost as much as merging, and more code for the plan is microseconds.
+template <bool kManyRows>
 __device__ __forceinline__ void start_run(const Problem& p, int* needed, Run* run) {
   const int block = blockIdx.x, blocks = gridDim.x, lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  int steps = 0, tiles = 0, longest = 0;
+  int steps = 0, tiles = 0, longest = 0, column_places = 0, most_tiles = 0;
+  bool unequal = false;
   if (warp < kTries) {
 #pragma unroll 1
     for (int b = lane; b < p.batch; b += 32) {
       const Request r = request_of(p, b);
+      if (r.tiles == 0) continue;
       steps += r.tiles * r.steps;
       tiles += r.tiles;
-      if (r.tiles > 0) longest = max(longest, r.steps);
+      longest = max(longest, r.steps);
+      column_places += r.steps + kBeginCost;
+      unequal |= most_tiles > 0 && r.tiles != most_tiles;
+      most_tiles = r.tiles;
     }
     steps = warp_sum(steps);
   }
   // Whole items need longer runs, up to what cutting and merging costs. Each of eight warps tries one length.
-  const int even = max(kMinRun, over(steps + blocks - 1, blocks)), most = min(even / 8 + 2, 8);
+  const int even = max(kMinRun, over(steps + blocks - 1, blocks));
+  const int most = kManyRows ? min(even / 2 + 2, kCutCost) : min(even / 8 + 2, 8);
   if (warp < kTries) {
     const Plan tried{even + (most * warp + 6) / 7, true};
     int own = 0;
@@ -317,28 +349,59 @@ __device__ __forceinline__ void start_run(const Problem& p, int* needed, Run* ru
   const int own_needed = lane < kTries ? needed[lane] : blocks + 1;
   const unsigned enough = __ballot_sync(~0u, own_needed <= blocks);
   Plan plan{even, false};
-  int places = steps;
+  int places = steps, cost = even + kCutCost;
   Found first_tile_of{};
   if (enough != 0) {
     const int chosen = __ffs(enough) - 1;
     plan = {even + (most * chosen + 6) / 7, true};
     places = __shfl_sync(~0u, own_needed, chosen) * plan.run;
-  } else if (const int rounds = min(over(even, max(warp_max(longest), 1)), over(warp_sum(tiles), blocks)); rounds > 0) {
+    cost = plan.run;
+  }
+  // They leave fewer parts, so they may take somewhat longer.
+  const int slack = kManyRows ? kRoundSlack : most / 2;
+  const int rounds = min(over(even, max(warp_max(longest), 1)), over(warp_sum(tiles), blocks));
+  if (rounds > 0 && (kManyRows ? cost > even + slack : enough == 0)) {
     Found rest;
     int taken;
     find_tiles(p, rounds * block, rounds * blocks, lane, &first_tile_of, &rest, &taken);
-    const int left = max(kMinRun, over(steps - taken + blocks - 1, blocks));
-    // They leave fewer parts, so they may take somewhat longer.
-    if (rounds * warp_max(longest) + left <= even + most / 2) {
+    const int left = max(kMinRun, over(steps - taken + blocks - 1, blocks)), all = rounds * warp_max(longest) + left;
+    if (all <= even + slack) {
       plan = {left, false, rounds, rest.request, rounds * blocks - rest.before};
       places = steps - taken;
+      cost = all + kMergeCost;
+      // Blocks whose run goes on into another tile would be the last to end, if no whole items fit that are as long.
+#pragma unroll 1
+      for (int longer = 0; kManyRows && longer <= 2; ++longer) {
+        Plan tried = plan;
+        tried.whole = true;
+        tried.run += longer;
+        int own = 0;
+#pragma unroll 1
+        for (int b = rest.request + lane; b < p.batch; b += 32) own += blocks_of(tried, rest_of(p, tried, b));
+        own = warp_sum(own);
+        if (own > blocks) continue;
+        plan = tried;
+        places = own * tried.run;
+        break;
+      }
     }
   }
-  const int at = plan.run * block, end = min(at + plan.run, places);
+  const int columns = warp_max(most_tiles);
+  unequal |= most_tiles > 0 && most_tiles != columns;
+  if (kManyRows && columns > 0 && columns <= blocks && !__any_sync(~0u, unequal)) {
+    const int all = warp_sum(column_places), runs = over(blocks, columns);
+    const int run = max(kMinRun, over(all + runs - 1, runs));
+    if (run + kMergeCost < cost) {
+      plan = {run, false, 0, 0, 0, columns};
+      places = all;
+      first_tile_of = {};
+    }
+  }
+  const int at = plan.run * run_of(plan, block), end = min(at + plan.run, places);
   Found first, last;
   find_places(p, plan, at, end - 1, lane, &first, &last);
   if (lane != 0) return;
-  begin_run(p, plan, at, end, first, last, run);
+  begin_run(p, plan, block, at, end, first, last, run);
   run->tiles = plan.tiles;
   run->tile_request = first_tile_of.request;
   run->tile = plan.tiles * block - first_tile_of.before;
@@ -353,9 +416,10 @@ DDTREE_PLAN uint8_t* part_of(const Problem& p, int block, int part) {
 // The parts of a tile, as the merge goes through them.
 struct Parts {
   int run, whole;     // of the plan
-  int tiles, before;  // of the request with places in the order, and the places before the request
+  int tiles, before;  // of the request with places in the order, and the places before its steps
   int steps, chunks;  // of the tile
-  int tile;           // counted from first_tile
+  int tile;           // counted from first_tile; in columns it is 0
+  int columns, column;  // what blocks of a run follow each other by, or 1, and which of them
   // Upper bounds of the blocks that an item meets, and of the parts.
   DDTREE_PLAN int most_blocks() const { return whole ? 1 : over(over(steps + chunks - 1, chunks) + run - 2, run) + 1; }
   DDTREE_PLAN int count() const { return chunks * most_blocks(); }
@@ -367,7 +431,7 @@ struct Parts {
     const int first = before + tiles * begin + tile * (end - begin);
     const int block = over(first, run), last = over(first + end - begin - 1, run);
     if (block + number > last) return -1;
-    return (block + number) * kBlockParts + (number > 0 ? 0 : block == last ? 1 : 2);
+    return ((block + number) * columns + column) * kBlockParts + (number > 0 ? 0 : block == last ? 1 : 2);
   }
   // Whether one block did the whole tile, and so wrote its output.
   DDTREE_PLAN bool uncut() const {
@@ -377,9 +441,18 @@ struct Parts {
   }
 };
 
-// The parts of tile `tile` of a request; `rest` is what of it has places, `before` the places before.
+// Tiles of a request that may be cut, and so are listed; `rest` is what of it has places.
+DDTREE_PLAN int listed_tiles(const Plan& plan, const Request& rest) {
+  return plan.columns > 0 ? rest.tiles * plan.columns : rest.tiles;
+}
+
+// The parts of such a tile; `before` are the places before the request.
 DDTREE_PLAN Parts parts_of(const Plan& plan, const Request& rest, int before, int tile) {
-  return {plan.run, plan.whole, rest.tiles, before, rest.steps, chunks_of(plan, rest), tile};
+  const int steps_before = before + begin_cost(plan), chunks = chunks_of(plan, rest);
+  if (plan.columns > 0) {
+    return {plan.run, plan.whole, rest.tiles, steps_before, rest.steps, chunks, 0, plan.columns, tile};
+  }
+  return {plan.run, plan.whole, rest.tiles, steps_before, rest.steps, chunks, tile, 1, 0};
 }
 
 // What the merge must know of a tile that may have been cut.
@@ -405,20 +478,20 @@ __device__ __forceinline__ void list_cut_tiles(const Problem& p, const Plan& pla
     for (int b = lane; b - lane < p.batch; b += 32) {
       const Request rest = b < p.batch ? rest_of(p, plan, b) : Request{};
       const int own_places = b < p.batch ? places_of(plan, rest) : 0;
-      const Parts parts = parts_of(plan, rest, places + prefix_sum(own_places, lane) - own_places, 0);
-      const int own = parts.whole && parts.chunks <= 1 ? 0 : rest.tiles;
+      const int before = places + prefix_sum(own_places, lane) - own_places;
+      const Parts parts = parts_of(plan, rest, before, 0);
+      const int own = parts.whole && parts.chunks <= 1 ? 0 : listed_tiles(plan, rest);
       const int end = count + prefix_sum(own, lane), tile = index - (end - own);
       if (own > 0) most_parts = max(most_parts, parts.count());
       if (tile >= 0 && tile < own) {
         CutTile* to = &list->tiles[index];
-        to->parts = parts;
-        to->parts.tile = tile;
+        to->parts = parts_of(plan, rest, before, tile);
         to->request = b;
         to->first_row = (tile + first_tile(plan, b, request_of(p, b))) * kTileRows;
         to->rows = to->parts.uncut() ? 0 : min(rest.nodes * p.heads - to->first_row, kTileRows);
       }
       count = __shfl_sync(~0u, end, 31);
-      places = __shfl_sync(~0u, parts.before + own_places, 31);
+      places = __shfl_sync(~0u, before + own_places, 31);
     }
     most_parts = warp_max(most_parts);
     if (index == 0 && lane == 0) {

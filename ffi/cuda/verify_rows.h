@@ -89,7 +89,7 @@ __device__ __forceinline__ void copy_step(uint32_t landing, const uint8_t* cache
 __device__ __forceinline__ void bring_step(uint8_t* stage, uint64_t* arrived, const CUtensorMap* map, int first,
                                            int plane) {
   sm90::arrive_expecting(arrived, kStageBytes);
-  sm90::load_box(stage, map, arrived, 0, first, 0, plane);
+  sm90::load_box(stage, map, arrived, first, 0, plane);
 }
 
 // Where in the stages the rows of a block's step land: bfloat16 where they are used, e4m3 behind the one stage that

@@ -46,15 +46,16 @@ bool Check(const Problem& p, const Plan& plan, int blocks, int problem, bool* cu
     places += places_of(plan, rest_of(p, plan, b));
     longest = std::max(longest, request_of(p, b).steps);
   }
-  EXPECT(static_cast<int64_t>(plan.run) * blocks >= places);
+  EXPECT(static_cast<int64_t>(plan.run) * (plan.columns > 0 ? blocks / plan.columns : blocks) >= places);
   std::map<std::pair<int, int>, std::vector<int>> done;         // of a tile: how often each step
   std::map<std::pair<int, int>, std::set<int>> left;  // its parts
   std::set<int> all;
   std::set<std::pair<int, int>> whole;
   for (int block = 0; block < blocks; ++block) {
-    const int at = plan.run * block, end = std::min(at + plan.run, places);
+    const int number = plan.columns > 0 ? block / plan.columns : block;
+    const int at = plan.run * number, end = std::min(at + plan.run, places);
     Run run;
-    begin_run(p, plan, at, end, Find(p, plan, at), Find(p, plan, end - 1), &run);
+    begin_run(p, plan, block, at, end, Find(p, plan, at), Find(p, plan, end - 1), &run);
     run.tiles = plan.tiles;
     std::tie(run.tile_request, run.tile) = FindTile(p, plan.tiles * block);
     int steps = 0;
@@ -109,7 +110,7 @@ bool Check(const Problem& p, const Plan& plan, int blocks, int problem, bool* cu
 int main(int argc, char** argv) {
   std::mt19937 generator(static_cast<unsigned>(std::atoi(argv[1])));
   const auto draw = [&](int low, int high) { return low + static_cast<int>(generator() % (high - low + 1)); };
-  int cuts = 0, mixed = 0, plans = 0;
+  int cuts = 0, mixed = 0, mixed_whole = 0, columns_cut = 0, plans = 0;
   for (int problem = 0; problem < std::atoi(argv[2]); ++problem) {
     Problem p{};
     const bool uniform = draw(0, 3) == 0;
@@ -124,11 +125,16 @@ int main(int argc, char** argv) {
     const int blocks = draw(1, 256);
     int64_t steps = 0, tiles = 0;
     bool equal = true;
+    std::set<int> columns;  // the numbers of tiles that there are
+    int column_places = 0;
     for (int b = 0; b < p.batch; ++b) {
       const Request r = request_of(p, b);
       steps += static_cast<int64_t>(r.tiles) * r.steps;
       tiles += r.tiles;
       equal &= r.steps == request_of(p, 0).steps;
+      if (r.tiles == 0) continue;
+      columns.insert(r.tiles);
+      column_places += r.steps + kBeginCost;
     }
     const int even = std::max(kMinRun, static_cast<int>((steps + blocks - 1) / blocks));
     Plan plan{even, false};
@@ -146,11 +152,26 @@ int main(int argc, char** argv) {
       plan.run = std::max(kMinRun, static_cast<int>((rest + blocks - 1) / blocks));
       if (!Check(p, plan, blocks, problem, &cut)) return 1;
       mixed += cut;
+      // The rest as whole items, with the first length that suffices.
+      for (Plan rounds{plan.run, true, plan.tiles, plan.request, plan.tile}; rounds.run < rest + 3; ++rounds.run) {
+        int64_t needed = 0;
+        for (int b = 0; b < p.batch; ++b) needed += blocks_of(rounds, rest_of(p, rounds, b));
+        if (needed > blocks) continue;
+        if (!Check(p, rounds, blocks, problem, &cut)) return 1;
+        ++mixed_whole;
+        break;
+      }
       // Where all tiles are of one length, no block has more to do than in an even cut.
       if (equal && rest > blocks && plan.tiles * request_of(p, 0).steps + plan.run > even) {
         std::printf("problem %d, %d blocks: %d tiles, %d steps, not %d\n", problem, blocks, plan.tiles, plan.run, even);
         return 1;
       }
+    }
+    if (columns.size() == 1 && *columns.begin() <= blocks) {
+      const int runs = blocks / *columns.begin();
+      plan = {std::max(kMinRun, (column_places + runs - 1) / runs), false, 0, 0, 0, *columns.begin()};
+      if (!Check(p, plan, blocks, problem, &cut)) return 1;
+      columns_cut += cut && plan.columns > 1;
     }
     plan = {even, true};
     // Every length of whole items that suffices.
@@ -163,6 +184,7 @@ int main(int argc, char** argv) {
       break;
     }
   }
-  std::printf("%d cut plans, %d after whole tiles, %d of whole items\n", cuts, mixed, plans);
-  return cuts > 0 && mixed > 0 && plans > 0 ? 0 : 1;
+  std::printf("%d cut plans, %d after whole tiles, %d whole items after those, %d columns, %d of whole items\n", cuts,
+              mixed, mixed_whole, columns_cut, plans);
+  return cuts > 0 && mixed > 0 && mixed_whole > 0 && columns_cut > 0 && plans > 0 ? 0 : 1;
 }

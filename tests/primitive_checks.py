@@ -148,7 +148,8 @@ def check_verify_attn(query, cache, lengths, tree, *, scale, layer, path="auto",
     rows = np.nan_to_num(cache[layer].astype(np.float64), posinf=0, neginf=0)
     if cache_scale is not None:
         rows *= cache_scale[layer]
-    products = np.einsum("bnhd,bsd->bnhs", clean.astype(np.float64), rows)
+    queries = clean.astype(np.float64).reshape(len(clean), -1, clean.shape[-1])
+    products = queries @ rows.swapaxes(1, 2)
     rounding = 4 * 2.0**-24 * scale * np.abs(products).max()
     assert error.max() < (1e-5 + rounding if query.dtype == np.float32 else 1e-2)
     return got

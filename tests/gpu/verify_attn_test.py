@@ -90,20 +90,28 @@ def test_a_tile_cut_between_blocks(rng, dtype, path, cache_dtype):
     checks.check_verify_attn(*inputs, scale=SCALE, layer=0, path=path)
 
 
-@pytest.mark.parametrize(("dtype", "path", "cache_dtype"), KERNELS)
+@pytest.mark.parametrize(("dtype", "path", "cache_dtype"), KERNELS[2:])
 @pytest.mark.parametrize(
-    "sizes",
+    ("sizes", "num_nodes"),
     [
-        dict(batch=3, budget=32, heads=64, rows=1000, lengths=[967, 960, 953], full=True),
-        dict(batch=64, budget=64, heads=64, rows=100),
+        (dict(batch=3, budget=32, heads=64, rows=2000, lengths=[1967, 1960, 1953]), [33, 30, 7]),
+        (dict(batch=16, budget=16, heads=8, rows=2100, lengths=range(2000, 2032, 2)), 17),
+        (dict(batch=8, budget=16, heads=64, rows=1050, lengths=[1000] * 8), 17),
+        (dict(batch=8, budget=24, heads=64, rows=1050, lengths=[990] * 8), 25),
+        (dict(batch=64, budget=64, heads=64, rows=100), None),
     ],
-    ids=["long", "many"],
+    ids=["runs", "columns", "tiles then items", "tiles then runs", "many"],
 )
-def test_work_that_no_whole_tiles_balance(rng, dtype, path, cache_dtype, sizes):
-    """Blocks take equal runs, which cut tiles; on 132 processors always in the first case, often in the second."""
+def test_ways_to_share_work_out(rng, dtype, path, cache_dtype, sizes, num_nodes):
+    """The ways of `verify_plan.h` that leave something to merge, by what 132 processors make of these sizes."""
     query, cache, lengths, tree = checks.random_attention(
-        rng, dtype, **sizes, layers=1, cache_dtype=cache_dtype
+        rng, dtype, **sizes, layers=1, cache_dtype=cache_dtype, full=num_nodes is not None
     )
+    if num_nodes is not None:
+        nodes = np.broadcast_to(np.int32(num_nodes), lengths.shape).copy()
+        tree = dataclasses.replace(tree, num_nodes=nodes)
+        for request, count in enumerate(nodes):
+            query[request, count:] = np.nan
     checks.check_verify_attn(query, cache, lengths, tree, scale=SCALE, layer=0, path=path)
 
 

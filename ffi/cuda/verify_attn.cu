@@ -262,7 +262,7 @@ __global__ void __launch_bounds__(kThreads, 1) attend(const Problem p, const __g
       *reinterpret_cast<float2*>(shared + kScaleOffset) = make_float2(p.log2_scale * scale, scale);
     }
   }
-  if (thread / 32 == kWarps - 1) list_cut_tiles(p, run.plan, 0, 1, thread % 32);
+  if (thread / 32 == kWarps - 1) list_cut_tiles(p, run, 0, 1, thread % 32);
   __syncthreads();
 
   while (segment.request < p.batch) {
@@ -566,15 +566,16 @@ bool served(int64_t batch, int64_t rows, int64_t nodes, int64_t heads, int32_t d
   return ddtree::VerifyAttnSizes(rows, nodes, heads) && ddtree::Between(0, batch, INT32_MAX) &&
          rows <= INT32_MAX - kChunk && heads <= (INT32_MAX - kTileRows) / nodes && nodes * heads * batch <= INT32_MAX &&
          ddtree::Countable(bytes, {batch, rows, DDTREE_ROW_DIM}) &&
-         max_steps(batch, rows, nodes, heads) <= kMostSteps;
+         max_steps(batch, rows, nodes, heads) + kBeginCost * batch <= kMostSteps;
 }
 
 }  // namespace
 
 size_t ddtree_verify_attn_workspace(int64_t batch, int64_t rows, int64_t nodes, int64_t heads, int32_t dtype) {
   if (dtype != DDTREE_BF16 || batch == 0 || !served(batch, rows, nodes, heads, dtype)) return 0;
-  return parts_bytes(batch, rows, nodes, heads) + offsetof(CutTiles, tiles) +
-         batch * ddtree::ceil_div(nodes * heads, kTileRows) * sizeof(CutTile);
+  // What the end of each block's run cuts, and all tiles where requests are cut into chunks.
+  const int64_t tiles = max_blocks(batch, rows, nodes, heads) + batch * ddtree::ceil_div(nodes * heads, kTileRows);
+  return parts_bytes(batch, rows, nodes, heads) + offsetof(CutTiles, tiles) + tiles * sizeof(CutTile);
 }
 
 int ddtree_verify_attn_cuda(const ddtree_verify_attn_args* args, void* stream) {

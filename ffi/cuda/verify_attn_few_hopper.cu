@@ -405,7 +405,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   } else if (!kCluster && thread == kComputeThreads + 64) {
     plan_segments(p, s);
   } else if (!kCluster && warp == kThreads / 32 - 1) {
-    list_cut_tiles(p, s.run.plan, 0, 1, thread % 32);
+    list_cut_tiles(p, s.run, 0, 1, thread % 32);
   }
 #else
   __trap();  // built for another architecture than the card's

@@ -139,12 +139,14 @@ __device__ __forceinline__ void load_half(uint8_t* keys, const Maps& maps, uint6
 
 // Loads the tiles of steps [step, end_step) of a plane of the cache; `tile` is the next of the block's run.
 //
-// Where a request has many tiles, whose blocks go through the same rows at about the same time, each asks the L2 cache
-// for a step in `tiles` ahead, so that none waits for memory; `own` is the segment's tile.
+// Where a request has many tiles, whose blocks go through the same rows at about the same time, they ask the L2 cache for
+// steps ahead by turns; `own` is the segment's tile. Where not all of them run at once, nobody asks for some steps.
 __device__ __forceinline__ void load_steps(Shared& s, const Maps& maps, int plane, int step, int end_step, int tiles,
                                            int own, uint32_t* tile) {
   int ahead = end_step;
+  tiles = min(tiles, gridDim.x);
   if (tiles >= kManyTiles) {
+    own -= over(own, tiles) * tiles;
     const int first = step + kAhead, wave = over(first, tiles) * tiles + own;
     ahead = wave < first ? wave + tiles : wave;
   }
@@ -189,7 +191,7 @@ __device__ __forceinline__ Guess guess_start(const Problem& p) {
     // Or columns, as start_run chooses.
     const int steps = request_of(p, 0).steps, places = steps + kBeginCost, runs = over(blocks, tiles);
     const int run = over(p.batch * places + runs - 1, runs);
-    if (run + kMergeCost < over(steps + chunks - 1, chunks)) {
+    if (run + kMergeCost < over(steps + chunks - 1, chunks) + (chunks > 1 ? kMergeCost : 0)) {
       const int number = over(block, tiles), request = over(number * run, places), tile = block - number * tiles;
       if (request >= p.batch || tile >= request_of(p, request).tiles) return {p.batch, 0, 0};
       return {request, tile, max(number * run - request * places - kBeginCost, 0)};
@@ -589,7 +591,8 @@ __device__ __forceinline__ void attend_side(const Problem& p, Shared& s, int thr
         if (__builtin_expect(__any_sync(~0u, shrinks), 0)) rescale(out, factor);
       } else {
         // No scores are under way beside this softmax, only the product with the other's tile: when that ends, this
-        // product must stand in line, and cannot wait until the weights have been published.
+        // product must stand in line, and cannot wait until the weights have been published. Its operands are only read
+        // until it is done.
         if (__builtin_expect(sm90::any_at(kGroup + kSide, kGroupThreads, shrinks), 0)) {
           sm90::wait_products<0>();  // none may be under way while registers of one change
           sm90::pin(out);
@@ -769,7 +772,7 @@ __global__ void __launch_bounds__(kThreads, 1)
       attend_side<0, kCluster>(p, s, thread, out, maximum);
     } else {
       // This one has nothing to do until the other one has weights.
-      if (!kCluster) list_cut_tiles(p, s.run.plan, (thread - kGroupThreads) / 32, kGroupThreads / 32, lane);
+      if (!kCluster) list_cut_tiles(p, s.run, (thread - kGroupThreads) / 32, kGroupThreads / 32, lane);
       attend_side<1, kCluster>(p, s, thread - kGroupThreads, out, maximum);
     }
     if (kCluster) {
@@ -787,7 +790,7 @@ __global__ void __launch_bounds__(kThreads, 1)
 template <bool kCluster>
 int launch(const Problem& p, int blocks, int size, cudaStream_t stream) {
   constexpr CUtensorMapL2promotion kPromotion = CU_TENSOR_MAP_L2_PROMOTION_L2_128B;
-  Maps maps;
+  Maps maps{};
   bool made = kCluster ? encode_query(p, query_box_rows(p), 1, &maps.query) &&
                              encode_cache(p, kHopperStep, 1, kPromotion, &maps.slice)
                        : encode_query(p, kTileRows, kBoxes, &maps.query);

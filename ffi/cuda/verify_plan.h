@@ -6,17 +6,21 @@
 // What limits a block that shares the card with 131 others is the L2 cache: all tiles of a request read the same rows,
 // and each row should come from memory once. So blocks that run together must be near each other in the cache. The
 // steps of a request are cut into chunks of about a block's run; the order of all work is request, chunk, tile, step.
-// An item is a chunk of a tile. If that balances, a block takes whole items: one chunk, or as many whole tiles as fit
-// in a run. Else, where all tiles are about equally long and there is one for each block, every block first takes the
-// same number of whole tiles; what is left, or all of it where the tiles are too long or too different, is cut into
-// equal runs of the order. A run may cut its first and its last item; a block does the last one's beginning first, so
-// that at any time all blocks are about equally far in their chunks.
+// An item is a chunk of a tile. There are four ways to share them out:
 //
-// Where all requests have the same number of tiles, a fourth way is columns: tile t of all requests is a column, whose
-// steps, request after request, are cut into equal runs. The blocks with the same run of all columns read the same rows
-// together. A run meets few items, and what it costs to begin one is counted as kBeginCost places before its steps; but
-// blocks that are no multiple of the tiles are left over. What is taken is what should take the fewest steps, kCutCost
-// counted for runs that cut chunks and kMergeCost for what else is cut and merged.
+// - A block takes whole items: one chunk, or as many whole tiles of a request as fit in a run.
+// - Where all tiles are about equally long and there is one for each block, every block first takes the same number of
+//   whole tiles. What is left becomes whole items if they are hardly longer than an equal run, else it is cut.
+// - Where all requests have the same number of tiles, tile t of all requests is a column, whose steps, request after
+//   request, are cut into equal runs. The blocks with the same run of all columns read the same rows together. Blocks
+//   that are no multiple of the tiles are left over.
+// - Everything is cut into equal runs of the order. A run may cut its first and its last item; a block does the last
+//   one's beginning first, so that at any time all blocks are about equally far in their chunks.
+//
+// What should take the fewest steps is taken, the earlier one of equals. To begin a further tile counts as kBeginCost
+// steps, which columns have as places before each request's own; a merge as kMergeCost; runs of the order, which meet
+// two or three items and leave many parts, as kCutCost. Those were measured with the Hopper kernel's steps of 64 rows;
+// the portable one's of 32 take about as long.
 //
 // An item that is not a whole tile, or was cut, leaves parts in the workspace, which a second launch merges by a list
 // of the tiles that are cut.
@@ -26,6 +30,7 @@
 #ifndef DDTREE_FFI_CUDA_VERIFY_PLAN_H_
 #define DDTREE_FFI_CUDA_VERIFY_PLAN_H_
 
+#include <limits.h>
 #include <stdint.h>
 
 #include "ffi/cuda/verify_attn.h"
@@ -39,8 +44,8 @@ namespace ddtree {
 constexpr int kMinRun = 2;      // steps below which another block costs more than it saves
 constexpr int kShortRun = 32;   // steps in which blocks cannot get far from each other
 constexpr int kBlockParts = 3;  // that a block can leave
-// In steps, by measurement.
-constexpr int kCutCost = 12, kBeginCost = 5, kMergeCost = 2, kRoundSlack = 4;
+constexpr int kCutCost = 12, kBeginCost = 5, kMergeCost = 2;  // in steps
+constexpr int kRoundSlack = 4;  // by which whole tiles and the rest may be longer than an equal run
 
 // What a part says of a row. The output stands for itself times `scale`, one for each half of the columns.
 struct PartRow {
@@ -229,6 +234,8 @@ struct Run {
   // Whole tiles that come before all that, and the next of them.
   int tiles, tile_request, tile;
   int column;  // of the block, or 0
+  int start, end;                  // of the run's places
+  int last_request, last_before;  // the request that has the last of them, and the places before it
 };
 
 constexpr int kTries = 8;  // lengths of whole items
@@ -296,7 +303,8 @@ DDTREE_PLAN int run_of(const Plan& plan, int block) { return plan.columns > 0 ? 
 DDTREE_PLAN void begin_run(const Problem& p, const Plan& plan, int block, int at, int end, const Found& first,
                            const Found& last, Run* run) {
   const int column = plan.columns > 0 ? block - run_of(plan, block) * plan.columns : 0;
-  *run = {plan, at, end - at, first.before, first.request, first.request, at, 0, first.before, 0, 0, 0, column};
+  *run = {plan, at, end - at, first.before, first.request, first.request, at, 0, first.before, 0, 0, 0, column,
+          at, end, last.request, last.before};
   if (plan.whole || plan.columns > 0 || at >= end) return;
   const Item item = item_at(plan, rest_of(p, plan, last.request), end - 1 - last.before);
   const int begun = last.before + item.place;
@@ -309,6 +317,83 @@ DDTREE_PLAN void begin_run(const Problem& p, const Plan& plan, int block, int at
   }
 }
 
+// What the choice of a plan is made by.
+struct Totals {
+  int steps, tiles;        // of all tiles
+  int longest, shortest;  // steps of a tile
+  int columns, places;    // tiles of every request that has any, or 0; places of a column
+};
+
+DDTREE_PLAN int even_run(const Totals& t, int blocks) { return max(kMinRun, over(t.steps + blocks - 1, blocks)); }
+
+// How much longer than an equal run whole items may be.
+template <bool kManyRows>
+DDTREE_PLAN int most_longer(int even) {
+  return kManyRows ? min(even / 2 + 2, kCutCost) : min(even / 8 + 2, 8);
+}
+
+// The length that warp `index` of kTries tries.
+DDTREE_PLAN int tried_run(int even, int most, int index) {
+  return even + over(most * index + kTries - 2, kTries - 1);
+}
+
+// Steps that the ways should take, but for the beginning of the first tile. `together` are the most tiles of a block.
+DDTREE_PLAN int cut_cost(const Totals& t, int even) {
+  return even + kCutCost + kBeginCost * max(min(over(even, max(t.shortest, 1)), t.tiles) - 1, 0);
+}
+
+DDTREE_PLAN int whole_cost(const Totals& t, int run, int together) {
+  return run + kBeginCost * (together - 1) + (run < t.longest ? kMergeCost : 0);
+}
+
+// Whole tiles for each block, as many as there may be.
+DDTREE_PLAN int rounds_of(const Totals& t, int even, int blocks) {
+  return min(over(even, max(t.longest, 1)), over(t.tiles, blocks));
+}
+
+// `left` are the steps of a run after them.
+DDTREE_PLAN int rounds_cost(const Totals& t, int rounds, int left) {
+  return rounds * t.longest + left + kBeginCost * (rounds - 1) + (left > 0 ? kBeginCost + kMergeCost : 0);
+}
+
+DDTREE_PLAN int column_run(const Totals& t, int blocks) {
+  const int runs = over(blocks, t.columns);
+  return max(kMinRun, over(t.places + runs - 1, runs));
+}
+
+// Adds a request; `unequal` becomes true if requests have different numbers of tiles.
+DDTREE_PLAN void add_request(const Request& r, Totals* t, bool* unequal) {
+  if (r.tiles == 0) return;
+  t->steps += r.tiles * r.steps;
+  t->tiles += r.tiles;
+  t->longest = max(t->longest, r.steps);
+  t->shortest = t->shortest > 0 ? min(t->shortest, r.steps) : r.steps;
+  t->places += r.steps + kBeginCost;
+  *unequal |= t->columns > 0 && r.tiles != t->columns;
+  t->columns = r.tiles;
+}
+
+// The same of all lanes' requests.
+__device__ __forceinline__ Totals sum_up(const Totals& own, bool unequal) {
+  Totals t;
+  t.steps = warp_sum(own.steps);
+  t.tiles = warp_sum(own.tiles);
+  t.longest = warp_max(own.longest);
+  t.shortest = static_cast<int>(__reduce_min_sync(~0u, own.shortest > 0 ? own.shortest : INT_MAX));
+  t.columns = warp_max(own.columns);
+  t.places = warp_sum(own.places);
+  if (__any_sync(~0u, unequal || (own.columns > 0 && own.columns != t.columns))) t.columns = 0;
+  return t;
+}
+
+// Blocks that take the whole items of all requests from `first` on, by all lanes.
+__device__ __forceinline__ int count_blocks(const Problem& p, const Plan& plan, int first, int lane) {
+  int own = 0;
+#pragma unroll 1
+  for (int b = first + lane; b < p.batch; b += 32) own += blocks_of(plan, rest_of(p, plan, b));
+  return warp_sum(own);
+}
+
 // Makes the plan and the block's run. All threads call it, eight warps at least, and `run` is there when they are
 // together again; `needed` is shared memory for kTries.
 //
@@ -317,83 +402,79 @@ DDTREE_PLAN void begin_run(const Problem& p, const Plan& plan, int block, int at
 template <bool kManyRows>
 __device__ __forceinline__ void start_run(const Problem& p, int* needed, Run* run) {
   const int block = blockIdx.x, blocks = gridDim.x, lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  int steps = 0, tiles = 0, longest = 0, column_places = 0, most_tiles = 0;
+  Totals own{};
   bool unequal = false;
+  int even = 0, most = 0;
   if (warp < kTries) {
 #pragma unroll 1
-    for (int b = lane; b < p.batch; b += 32) {
-      const Request r = request_of(p, b);
-      if (r.tiles == 0) continue;
-      steps += r.tiles * r.steps;
-      tiles += r.tiles;
-      longest = max(longest, r.steps);
-      column_places += r.steps + kBeginCost;
-      unequal |= most_tiles > 0 && r.tiles != most_tiles;
-      most_tiles = r.tiles;
-    }
-    steps = warp_sum(steps);
-  }
-  // Whole items need longer runs, up to what cutting and merging costs. Each of eight warps tries one length.
-  const int even = max(kMinRun, over(steps + blocks - 1, blocks));
-  const int most = kManyRows ? min(even / 2 + 2, kCutCost) : min(even / 8 + 2, 8);
-  if (warp < kTries) {
-    const Plan tried{even + (most * warp + 6) / 7, true};
-    int own = 0;
-#pragma unroll 1
-    for (int b = lane; b < p.batch; b += 32) own += blocks_of(tried, request_of(p, b));
-    own = warp_sum(own);
-    if (lane == 0) needed[warp] = own;
+    for (int b = lane; b < p.batch; b += 32) add_request(request_of(p, b), &own, &unequal);
+    own.steps = warp_sum(own.steps);
+    even = even_run(own, blocks);
+    most = most_longer<kManyRows>(even);
+    // Each of eight warps tries one length of whole items.
+    const int blocks_needed = count_blocks(p, {tried_run(even, most, warp), true}, 0, lane);
+    if (lane == 0) needed[warp] = blocks_needed;
   }
   __syncthreads();
   if (warp != 0) return;
+  if (lane > 0) own.steps = 0;  // the sum is lane 0's
+  const Totals totals = sum_up(own, unequal);
   const int own_needed = lane < kTries ? needed[lane] : blocks + 1;
   const unsigned enough = __ballot_sync(~0u, own_needed <= blocks);
   Plan plan{even, false};
-  int places = steps, cost = even + kCutCost;
-  Found first_tile_of{};
+  int places = totals.steps, cost = cut_cost(totals, even);
   if (enough != 0) {
     const int chosen = __ffs(enough) - 1;
-    plan = {even + (most * chosen + 6) / 7, true};
+    plan = {tried_run(even, most, chosen), true};
     places = __shfl_sync(~0u, own_needed, chosen) * plan.run;
-    cost = plan.run;
+    if (kManyRows) {
+      int together = 1;
+#pragma unroll 1
+      for (int b = lane; b < p.batch; b += 32) {
+        const Request r = request_of(p, b);
+        together = max(together, min(r.tiles, tiles_of_run(plan, r)));
+      }
+      const int whole = whole_cost(totals, plan.run, warp_max(together));
+      if (whole <= cost) {
+        cost = whole;
+      } else {
+        plan = {even, false};
+        places = totals.steps;
+      }
+    }
   }
-  // They leave fewer parts, so they may take somewhat longer.
-  const int slack = kManyRows ? kRoundSlack : most / 2;
-  const int rounds = min(over(even, max(warp_max(longest), 1)), over(warp_sum(tiles), blocks));
-  if (rounds > 0 && (kManyRows ? cost > even + slack : enough == 0)) {
-    Found rest;
+  Found first_tile_of{};
+  const int rounds = rounds_of(totals, even, blocks), slack = kManyRows ? kRoundSlack : most / 2;
+  if (rounds > 0 && (kManyRows ? rounds_cost(totals, rounds, 0) < cost : enough == 0)) {
+    Found rest, first;
     int taken;
-    find_tiles(p, rounds * block, rounds * blocks, lane, &first_tile_of, &rest, &taken);
-    const int left = max(kMinRun, over(steps - taken + blocks - 1, blocks)), all = rounds * warp_max(longest) + left;
-    if (all <= even + slack) {
+    find_tiles(p, rounds * block, rounds * blocks, lane, &first, &rest, &taken);
+    const int rest_steps = totals.steps - taken, equal = over(rest_steps + blocks - 1, blocks);
+    const int left = max(kMinRun, equal), rounds_plan = rounds_cost(totals, rounds, rest_steps > 0 ? left : 0);
+    if (rounds * totals.longest + left <= even + slack && (!kManyRows || rounds_plan < cost)) {
       plan = {left, false, rounds, rest.request, rounds * blocks - rest.before};
-      places = steps - taken;
-      cost = all + kMergeCost;
+      places = rest_steps;
+      cost = rounds_plan;
+      first_tile_of = first;
       // Blocks whose run goes on into another tile would be the last to end, if no whole items fit that are as long.
 #pragma unroll 1
       for (int longer = 0; kManyRows && longer <= 2; ++longer) {
         Plan tried = plan;
         tried.whole = true;
         tried.run += longer;
-        int own = 0;
-#pragma unroll 1
-        for (int b = rest.request + lane; b < p.batch; b += 32) own += blocks_of(tried, rest_of(p, tried, b));
-        own = warp_sum(own);
-        if (own > blocks) continue;
+        const int blocks_needed = count_blocks(p, tried, rest.request, lane);
+        if (blocks_needed > blocks) continue;
         plan = tried;
-        places = own * tried.run;
+        places = blocks_needed * tried.run;
         break;
       }
     }
   }
-  const int columns = warp_max(most_tiles);
-  unequal |= most_tiles > 0 && most_tiles != columns;
-  if (kManyRows && columns > 0 && columns <= blocks && !__any_sync(~0u, unequal)) {
-    const int all = warp_sum(column_places), runs = over(blocks, columns);
-    const int run = max(kMinRun, over(all + runs - 1, runs));
-    if (run + kMergeCost < cost) {
-      plan = {run, false, 0, 0, 0, columns};
-      places = all;
+  if (kManyRows && totals.columns > 0 && totals.columns <= blocks) {
+    const int columns_run = column_run(totals, blocks);
+    if (columns_run + kMergeCost < cost) {
+      plan = {columns_run, false, 0, 0, 0, totals.columns};
+      places = totals.places;
       first_tile_of = {};
     }
   }
@@ -419,7 +500,7 @@ struct Parts {
   int tiles, before;  // of the request with places in the order, and the places before its steps
   int steps, chunks;  // of the tile
   int tile;           // counted from first_tile; in columns it is 0
-  int columns, column;  // what blocks of a run follow each other by, or 1, and which of them
+  int columns, column;  // run r of the plan is block r * columns + column's; 1 and 0 without columns
   // Upper bounds of the blocks that an item meets, and of the parts.
   DDTREE_PLAN int most_blocks() const { return whole ? 1 : over(over(steps + chunks - 1, chunks) + run - 2, run) + 1; }
   DDTREE_PLAN int count() const { return chunks * most_blocks(); }
@@ -433,20 +514,9 @@ struct Parts {
     if (block + number > last) return -1;
     return ((block + number) * columns + column) * kBlockParts + (number > 0 ? 0 : block == last ? 1 : 2);
   }
-  // Whether one block did the whole tile, and so wrote its output.
-  DDTREE_PLAN bool uncut() const {
-    if (chunks > 1) return false;
-    const int first = before + tile * steps;
-    return whole || over(first, run) == over(first + steps - 1, run);
-  }
 };
 
-// Tiles of a request that may be cut, and so are listed; `rest` is what of it has places.
-DDTREE_PLAN int listed_tiles(const Plan& plan, const Request& rest) {
-  return plan.columns > 0 ? rest.tiles * plan.columns : rest.tiles;
-}
-
-// The parts of such a tile; `before` are the places before the request.
+// The parts of a tile; `rest` is what of its request has places, `before` are the places before the request.
 DDTREE_PLAN Parts parts_of(const Plan& plan, const Request& rest, int before, int tile) {
   const int steps_before = before + begin_cost(plan), chunks = chunks_of(plan, rest);
   if (plan.columns > 0) {
@@ -467,10 +537,32 @@ struct alignas(16) CutTiles {
   CutTile tiles[1];
 };
 
-// Lists the tiles that may have been cut; the blocks share the list out, and each its own between `warps` warps, of
-// which this is `warp`.
-__device__ __forceinline__ void list_cut_tiles(const Problem& p, const Plan& plan, int warp, int warps, int lane) {
+// The tile that the end of a block's run cuts, if the block has its first part and the tile is not of chunks; else one
+// of no rows. It is for plans that are not of whole items.
+DDTREE_PLAN CutTile cut_at_end(const Problem& p, const Run& run) {
+  CutTile tile{};
+  const Plan& plan = run.plan;
+  if (run.last_request >= p.batch) return tile;
+  const Request rest = rest_of(p, plan, run.last_request);
+  const int steps_before = run.last_before + begin_cost(plan), from = run.end - 1 - steps_before;
+  if (from < 0 || rest.steps == 0 || chunks_of(plan, rest) > 1) return tile;
+  const int number = over(from, rest.steps), begin = steps_before + number * rest.steps;
+  if (begin < run.start || begin + rest.steps <= run.end) return tile;
+  tile.parts = parts_of(plan, rest, run.last_before, plan.columns > 0 ? run.column : number);
+  tile.request = run.last_request;
+  tile.first_row = (number + first_tile(plan, run.last_request, request_of(p, run.last_request)) + run.column) *
+                   kTileRows;
+  tile.rows = min(rest.nodes * p.heads - tile.first_row, kTileRows);
+  return tile;
+}
+
+// Lists the tiles that were cut: a place for each block, for what the end of its run cuts, then the tiles of chunks,
+// which the blocks share out, and each its own between `warps` warps, of which this is `warp`.
+__device__ __forceinline__ void list_cut_tiles(const Problem& p, const Run& run, int warp, int warps, int lane) {
   CutTiles* list = p.cut_tiles;
+  const Plan& plan = run.plan;
+  const int ends = plan.whole ? 0 : gridDim.x;
+  if (ends > 0 && warp == 0 && lane == 0) list->tiles[blockIdx.x] = cut_at_end(p, run);
   for (int index = blockIdx.x * warps + warp, count = index + 1; index < count; index += gridDim.x * warps) {
     int places = 0, most_parts = 0;
     count = 0;
@@ -480,22 +572,23 @@ __device__ __forceinline__ void list_cut_tiles(const Problem& p, const Plan& pla
       const int own_places = b < p.batch ? places_of(plan, rest) : 0;
       const int before = places + prefix_sum(own_places, lane) - own_places;
       const Parts parts = parts_of(plan, rest, before, 0);
-      const int own = parts.whole && parts.chunks <= 1 ? 0 : listed_tiles(plan, rest);
+      const int own = parts.chunks > 1 ? rest.tiles : 0;
       const int end = count + prefix_sum(own, lane), tile = index - (end - own);
-      if (own > 0) most_parts = max(most_parts, parts.count());
+      if (rest.tiles > 0 && (own > 0 || !plan.whole)) most_parts = max(most_parts, parts.count());
       if (tile >= 0 && tile < own) {
-        CutTile* to = &list->tiles[index];
-        to->parts = parts_of(plan, rest, before, tile);
+        CutTile* to = &list->tiles[ends + index];
+        to->parts = parts;
+        to->parts.tile = tile;
         to->request = b;
         to->first_row = (tile + first_tile(plan, b, request_of(p, b))) * kTileRows;
-        to->rows = to->parts.uncut() ? 0 : min(rest.nodes * p.heads - to->first_row, kTileRows);
+        to->rows = min(rest.nodes * p.heads - to->first_row, kTileRows);
       }
       count = __shfl_sync(~0u, end, 31);
       places = __shfl_sync(~0u, before + own_places, 31);
     }
     most_parts = warp_max(most_parts);
     if (index == 0 && lane == 0) {
-      list->count = count;
+      list->count = ends + count;
       list->most_parts = most_parts;
     }
   }

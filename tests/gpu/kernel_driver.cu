@@ -248,6 +248,7 @@ int main(int argc, char** argv) {
       {1, 7, 9000, 16, 16, 64, 900, 1, DDTREE_BF16, DDTREE_PATH_HOPPER, DDTREE_BF16},
       // Too many tiles for clusters; then few rows, in clusters and in too many tiles for them.
       {3, 5, 701, 16, 64, 48, 150, 1, DDTREE_BF16, DDTREE_PATH_HOPPER, DDTREE_BF16},
+      {4, 7, 701, 16, 16, 64, 900, 1, DDTREE_BF16, DDTREE_PATH_HOPPER, DDTREE_BF16},
       {2, 3, 301, 4, 1, 8, 400, 1, DDTREE_BF16, DDTREE_PATH_HOPPER, DDTREE_BF16},
       {3, 3, 301, 4, 3, 8, 300, 1, DDTREE_BF16, DDTREE_PATH_HOPPER, DDTREE_BF16},
       {140, 3, 301, 4, 1, 8, 70, 1, DDTREE_BF16, DDTREE_PATH_HOPPER, DDTREE_BF16},

@@ -95,15 +95,19 @@ def test_a_tile_cut_between_blocks(rng, dtype, path, cache_dtype):
     ("sizes", "num_nodes"),
     [
         (dict(batch=3, budget=32, heads=64, rows=2000, lengths=[1967, 1960, 1953]), [33, 30, 7]),
-        (dict(batch=16, budget=16, heads=8, rows=2100, lengths=range(2000, 2032, 2)), 17),
+        (dict(batch=48, budget=16, heads=8, rows=2550, lengths=range(100, 2500, 50)), 17),
+        (dict(batch=20, budget=16, heads=8, rows=6100, lengths=[6000, 50, 50, 50, 50] * 4), 17),
         (dict(batch=8, budget=16, heads=64, rows=1050, lengths=[1000] * 8), 17),
         (dict(batch=8, budget=24, heads=64, rows=1050, lengths=[990] * 8), 25),
         (dict(batch=64, budget=64, heads=64, rows=100), None),
     ],
-    ids=["runs", "columns", "tiles then items", "tiles then runs", "many"],
+    ids=["runs", "columns", "columns of many parts", "tiles then items", "tiles then runs", "many"],
 )
 def test_ways_to_share_work_out(rng, dtype, path, cache_dtype, sizes, num_nodes):
-    """The ways of `verify_plan.h` that leave something to merge, by what 132 processors make of these sizes."""
+    """The ways of `verify_plan.h` that leave something to merge, by what 132 processors make of these sizes.
+
+    `tests/ffi/plan_test.cu` asserts that they do.
+    """
     query, cache, lengths, tree = checks.random_attention(
         rng, dtype, **sizes, layers=1, cache_dtype=cache_dtype, full=num_nodes is not None
     )

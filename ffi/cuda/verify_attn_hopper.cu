@@ -139,8 +139,8 @@ __device__ __forceinline__ void load_half(uint8_t* keys, const Maps& maps, uint6
 
 // Loads the tiles of steps [step, end_step) of a plane of the cache; `tile` is the next of the block's run.
 //
-// Where a request has many tiles, whose blocks go through the same rows at about the same time, they ask the L2 cache for
-// steps ahead by turns; `own` is the segment's tile. Where not all of them run at once, nobody asks for some steps.
+// Where a request has many tiles, whose blocks go through the same rows at about the same time, they ask the L2 cache
+// for steps ahead by turns; `own` is the segment's tile. Where not all of them run at once, nobody asks for some steps.
 __device__ __forceinline__ void load_steps(Shared& s, const Maps& maps, int plane, int step, int end_step, int tiles,
                                            int own, uint32_t* tile) {
   int ahead = end_step;
@@ -191,7 +191,7 @@ __device__ __forceinline__ Guess guess_start(const Problem& p) {
     // Or columns, as start_run chooses.
     const int steps = request_of(p, 0).steps, places = steps + kBeginCost, runs = over(blocks, tiles);
     const int run = over(p.batch * places + runs - 1, runs);
-    if (run + kMergeCost < over(steps + chunks - 1, chunks) + (chunks > 1 ? kMergeCost : 0)) {
+    if (run + kColumnCost < over(steps + chunks - 1, chunks) + (chunks > 1 ? kMergeCost : 0)) {
       const int number = over(block, tiles), request = over(number * run, places), tile = block - number * tiles;
       if (request >= p.batch || tile >= request_of(p, request).tiles) return {p.batch, 0, 0};
       return {request, tile, max(number * run - request * places - kBeginCost, 0)};

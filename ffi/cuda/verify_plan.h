@@ -18,9 +18,9 @@
 //   one's beginning first, so that at any time all blocks are about equally far in their chunks.
 //
 // What should take the fewest steps is taken, the earlier one of equals. To begin a further tile counts as kBeginCost
-// steps, which columns have as places before each request's own; a merge as kMergeCost; runs of the order, which meet
-// two or three items and leave many parts, as kCutCost. Those were measured with the Hopper kernel's steps of 64 rows;
-// the portable one's of 32 take about as long.
+// steps, which columns have as places before each request's own; a merge as kMergeCost; that runs of a column meet two
+// items and leave parts as kColumnCost; that runs of the order, two or three and many, as kCutCost. Those were measured
+// with the Hopper kernel's steps of 64 rows; the portable one's of 32 take about as long.
 //
 // An item that is not a whole tile, or was cut, leaves parts in the workspace, which a second launch merges by a list
 // of the tiles that are cut.
@@ -44,7 +44,7 @@ namespace ddtree {
 constexpr int kMinRun = 2;      // steps below which another block costs more than it saves
 constexpr int kShortRun = 32;   // steps in which blocks cannot get far from each other
 constexpr int kBlockParts = 3;  // that a block can leave
-constexpr int kCutCost = 12, kBeginCost = 5, kMergeCost = 2;  // in steps
+constexpr int kCutCost = 12, kColumnCost = 4, kBeginCost = 5, kMergeCost = 2;  // in steps
 constexpr int kRoundSlack = 4;  // by which whole tiles and the rest may be longer than an equal run
 
 // What a part says of a row. The output stands for itself times `scale`, one for each half of the columns.
@@ -472,7 +472,7 @@ __device__ __forceinline__ void start_run(const Problem& p, int* needed, Run* ru
   }
   if (kManyRows && totals.columns > 0 && totals.columns <= blocks) {
     const int columns_run = column_run(totals, blocks);
-    if (columns_run + kMergeCost < cost) {
+    if (columns_run + kColumnCost < cost) {
       plan = {columns_run, false, 0, 0, 0, totals.columns};
       places = totals.places;
       first_tile_of = {};
@@ -534,6 +534,7 @@ struct alignas(16) CutTile {
 struct alignas(16) CutTiles {
   int count;       // of `tiles`
   int most_parts;  // of one, at most
+  int most_cut;    // of those that have rows, at most
   CutTile tiles[1];
 };
 
@@ -563,8 +564,9 @@ __device__ __forceinline__ void list_cut_tiles(const Problem& p, const Run& run,
   const Plan& plan = run.plan;
   const int ends = plan.whole ? 0 : gridDim.x;
   if (ends > 0 && warp == 0 && lane == 0) list->tiles[blockIdx.x] = cut_at_end(p, run);
+  __syncwarp();
   for (int index = blockIdx.x * warps + warp, count = index + 1; index < count; index += gridDim.x * warps) {
-    int places = 0, most_parts = 0;
+    int places = 0, most_parts = 0, may_end = 0;
     count = 0;
 #pragma unroll 1
     for (int b = lane; b - lane < p.batch; b += 32) {
@@ -575,6 +577,7 @@ __device__ __forceinline__ void list_cut_tiles(const Problem& p, const Run& run,
       const int own = parts.chunks > 1 ? rest.tiles : 0;
       const int end = count + prefix_sum(own, lane), tile = index - (end - own);
       if (rest.tiles > 0 && (own > 0 || !plan.whole)) most_parts = max(most_parts, parts.count());
+      if (own == 0) may_end += rest.tiles * max(plan.columns, 1);
       if (tile >= 0 && tile < own) {
         CutTile* to = &list->tiles[ends + index];
         to->parts = parts;
@@ -587,9 +590,11 @@ __device__ __forceinline__ void list_cut_tiles(const Problem& p, const Run& run,
       places = __shfl_sync(~0u, before + own_places, 31);
     }
     most_parts = warp_max(most_parts);
+    may_end = warp_sum(may_end);
     if (index == 0 && lane == 0) {
       list->count = ends + count;
       list->most_parts = most_parts;
+      list->most_cut = min(ends, may_end) + count;
     }
   }
 }

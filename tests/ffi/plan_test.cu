@@ -93,7 +93,7 @@ Plan Choose(const Problem& p, int blocks, bool many_rows) {
       }
     }
   }
-  if (many_rows && t.columns > 0 && t.columns <= blocks && column_run(t, blocks) + kMergeCost < cost) {
+  if (many_rows && t.columns > 0 && t.columns <= blocks && column_run(t, blocks) + kColumnCost < cost) {
     plan = {column_run(t, blocks), false, 0, 0, 0, t.columns};
   }
   return plan;

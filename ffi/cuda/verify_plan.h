@@ -514,6 +514,11 @@ struct Parts {
     if (block + number > last) return -1;
     return ((block + number) * columns + column) * kBlockParts + (number > 0 ? 0 : block == last ? 1 : 2);
   }
+  // Whether a tile that is not of chunks lies within a run, whose block then wrote its output.
+  DDTREE_PLAN bool uncut() const {
+    const int first = before + tile * steps;
+    return chunks == 1 && (whole || over(first, run) == over(first + steps - 1, run));
+  }
 };
 
 // The parts of a tile; `rest` is what of its request has places, `before` are the places before the request.
@@ -557,16 +562,26 @@ DDTREE_PLAN CutTile cut_at_end(const Problem& p, const Run& run) {
   return tile;
 }
 
-// Lists the tiles that were cut: a place for each block, for what the end of its run cuts, then the tiles of chunks,
-// which the blocks share out, and each its own between `warps` warps, of which this is `warp`.
+// Tiles of a request that runs may cut, where there are no chunks.
+DDTREE_PLAN int tiles_of_runs(const Plan& plan, const Request& rest) {
+  if (plan.whole || rest.tiles == 0 || chunks_of(plan, rest) > 1) return 0;
+  return rest.tiles * max(plan.columns, 1);
+}
+
+// Lists the tiles that were cut. Those of chunks all were. Of others, if they are more than blocks, there is a place
+// for each block, for what the end of its run cuts; else one for each of them. The blocks share the list out, and each
+// its own between `warps` warps, of which this is `warp`.
 __device__ __forceinline__ void list_cut_tiles(const Problem& p, const Run& run, int warp, int warps, int lane) {
   CutTiles* list = p.cut_tiles;
   const Plan& plan = run.plan;
-  const int ends = plan.whole ? 0 : gridDim.x;
+  int own_tiles = 0;
+#pragma unroll 1
+  for (int b = lane; b < p.batch; b += 32) own_tiles += tiles_of_runs(plan, rest_of(p, plan, b));
+  const int run_tiles = warp_sum(own_tiles), blocks = gridDim.x, ends = run_tiles > blocks ? blocks : 0;
   if (ends > 0 && warp == 0 && lane == 0) list->tiles[blockIdx.x] = cut_at_end(p, run);
   __syncwarp();
   for (int index = blockIdx.x * warps + warp, count = index + 1; index < count; index += gridDim.x * warps) {
-    int places = 0, most_parts = 0, may_end = 0;
+    int places = 0, most_parts = 0;
     count = 0;
 #pragma unroll 1
     for (int b = lane; b - lane < p.batch; b += 32) {
@@ -574,27 +589,24 @@ __device__ __forceinline__ void list_cut_tiles(const Problem& p, const Run& run,
       const int own_places = b < p.batch ? places_of(plan, rest) : 0;
       const int before = places + prefix_sum(own_places, lane) - own_places;
       const Parts parts = parts_of(plan, rest, before, 0);
-      const int own = parts.chunks > 1 ? rest.tiles : 0;
+      const int own = parts.chunks > 1 ? rest.tiles : ends == 0 ? tiles_of_runs(plan, rest) : 0;
       const int end = count + prefix_sum(own, lane), tile = index - (end - own);
       if (rest.tiles > 0 && (own > 0 || !plan.whole)) most_parts = max(most_parts, parts.count());
-      if (own == 0) may_end += rest.tiles * max(plan.columns, 1);
       if (tile >= 0 && tile < own) {
         CutTile* to = &list->tiles[ends + index];
-        to->parts = parts;
-        to->parts.tile = tile;
+        to->parts = parts_of(plan, rest, before, tile);
         to->request = b;
         to->first_row = (tile + first_tile(plan, b, request_of(p, b))) * kTileRows;
-        to->rows = min(rest.nodes * p.heads - to->first_row, kTileRows);
+        to->rows = to->parts.uncut() ? 0 : min(rest.nodes * p.heads - to->first_row, kTileRows);
       }
       count = __shfl_sync(~0u, end, 31);
       places = __shfl_sync(~0u, before + own_places, 31);
     }
     most_parts = warp_max(most_parts);
-    may_end = warp_sum(may_end);
     if (index == 0 && lane == 0) {
       list->count = ends + count;
       list->most_parts = most_parts;
-      list->most_cut = min(ends, may_end) + count;
+      list->most_cut = ends + count;
     }
   }
 }

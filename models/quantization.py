@@ -19,12 +19,16 @@ def quantize(weight: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Rounds to int4 with one scale, absmax / 7, for each 32 inputs: -8 stays unused, as in K2.6.
 
     Returns:
-      values i8[..., outputs, inputs] in -7 .. 7, and scales bf16[..., outputs, inputs / 32].
+      values i8[..., outputs, inputs] in -7 .. 7, and scales bf16[..., outputs, inputs / 32]; of a group that
+      holds NaN or infinity nothing dequantizes to a finite number.
     """
     if weight.shape[-1] % GROUP:
         raise ValueError(f"the last axis must be a multiple of {GROUP}, not {weight.shape[-1]}")
     groups = weight.astype(jnp.float32).reshape(*weight.shape[:-1], -1, GROUP)
-    scale = (jnp.max(jnp.abs(groups), axis=-1) / 7).astype(jnp.bfloat16)
+    # XLA's CPU backend loses a NaN in a maximum over many numbers; a group with one is NaN throughout.
+    broken = jnp.any(jnp.isnan(groups), axis=-1)
+    largest = jnp.where(broken, jnp.nan, jnp.max(jnp.abs(groups), axis=-1))
+    scale = (largest / 7).astype(jnp.bfloat16)
     divisor = jnp.where(scale == 0, 1, scale).astype(jnp.float32)[..., None]
     values = jnp.clip(jnp.round(groups / divisor), -7, 7).astype(jnp.int8)
     return values.reshape(weight.shape), scale

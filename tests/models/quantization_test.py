@@ -1,5 +1,6 @@
 """Packed int4 against a NumPy reading of the format, nibble by nibble."""
 
+import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
@@ -75,3 +76,17 @@ def test_odd_sizes_are_refused():
         quantize(jnp.zeros((2, 40)))
     with pytest.raises(ValueError, match="multiple of 8, not 12"):
         pack(jnp.zeros((2, 12), jnp.int8))
+
+
+@pytest.mark.parametrize("broken", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("shape", [(1, 32), (64, 256), (2, 64, 256)])
+def test_a_group_with_a_number_that_is_not_finite_shows_it(rng, shape, broken):
+    """By XLA's default options, whose maximum over many numbers drops a NaN on a CPU."""
+    weight = rng.normal(0, 1, shape).astype(np.float32)
+    at = tuple(rng.integers(0, size) for size in shape)
+    weight[at] = broken
+    values, scale = jax.jit(quantization.quantize)(jnp.asarray(weight))
+    got = np.asarray(dequantize(pack(values), scale, np.float32))
+    group = np.zeros(shape, bool)
+    group[*at[:-1], at[-1] // 32 * 32 : at[-1] // 32 * 32 + 32] = True
+    np.testing.assert_array_equal(np.isfinite(got), ~group)

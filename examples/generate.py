@@ -177,9 +177,7 @@ def _run():
     config = ddtree_jax.DecodeConfig(
         mode=_MODE.value,
         cost_curve=curve,
-        budget=_budget(curve, jax.default_backend() == "cpu")
-        if _BUDGET.value is None
-        else _BUDGET.value,
+        budget=_budget(curve, jax.default_backend() == "cpu"),
         # More than the context holds would only make room for what can never be said.
         max_new_tokens=min(_MAX_NEW.value, target.max_context),
         stop_tokens=tuple(tokenizer.stop_ids),
@@ -248,7 +246,9 @@ def _notices(max_new, context, cache):
 
 
 def _budget(curve, on_cpu):
-    """Draft nodes when none are asked for."""
+    """Draft nodes of a tree, root excluded."""
+    if _BUDGET.value is not None:
+        return _BUDGET.value
     if curve is not None:
         return curve.nodes[-1] - 1
     return 4 if on_cpu else 16

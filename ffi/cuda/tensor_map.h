@@ -34,7 +34,7 @@ inline EncodeMap encoder() {
 // A map of `planes` planes of `rows` rows. A row is nine slices of 64 numbers; a box is `box_rows` rows of a slice,
 // then the same rows of the next, `slices` in all.
 inline bool encode_map(const void* data, int64_t rows, int64_t planes, int box_rows, int slices,
-                       CUtensorMapL2promotion promotion, CUtensorMap* map) {
+                       CUtensorMap* map, CUtensorMapL2promotion promotion = CU_TENSOR_MAP_L2_PROMOTION_L2_128B) {
   const EncodeMap encode = encoder();
   constexpr cuuint64_t kSlices = DDTREE_ROW_DIM / 64;
   const cuuint64_t sizes[4] = {64, static_cast<cuuint64_t>(rows), kSlices, static_cast<cuuint64_t>(planes)};
@@ -50,13 +50,13 @@ inline bool encode_map(const void* data, int64_t rows, int64_t planes, int box_r
 // A map of the query's rows, as one plane.
 inline bool encode_query(const Problem& p, int box_rows, int slices, CUtensorMap* map) {
   return encode_map(p.query, static_cast<int64_t>(p.batch) * p.nodes * p.heads, 1, box_rows, slices,
-                    CU_TENSOR_MAP_L2_PROMOTION_L2_128B, map);
+                    map);
 }
 
 // A map of the cache, a plane for each layer and request.
-inline bool encode_cache(const Problem& p, int box_rows, int slices, CUtensorMapL2promotion promotion,
-                         CUtensorMap* map) {
-  return encode_map(p.cache, p.rows, static_cast<int64_t>(p.layers) * p.batch, box_rows, slices, promotion, map);
+inline bool encode_cache(const Problem& p, int box_rows, int slices, CUtensorMap* map,
+                         CUtensorMapL2promotion promotion = CU_TENSOR_MAP_L2_PROMOTION_L2_128B) {
+  return encode_map(p.cache, p.rows, static_cast<int64_t>(p.layers) * p.batch, box_rows, slices, map, promotion);
 }
 
 }  // namespace ddtree

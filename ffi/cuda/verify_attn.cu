@@ -650,7 +650,7 @@ int ddtree_verify_attn_cuda(const ddtree_verify_attn_args* args, void* stream) {
   CUtensorMap map{};
   // Code for sm_90 and later takes it.
   if (major >= 9 && !e4m3 &&
-      !ddtree::encode_cache(problem, kStep, DDTREE_ROW_DIM / 64, CU_TENSOR_MAP_L2_PROMOTION_L2_256B, &map)) {
+      !ddtree::encode_cache(problem, kStep, DDTREE_ROW_DIM / 64, &map, CU_TENSOR_MAP_L2_PROMOTION_L2_256B)) {
     return ddtree::refused();
   }
   kernel<<<blocks, kThreads, kSharedBytes, cuda_stream>>>(problem, map);

@@ -418,7 +418,7 @@ int launch(const Problem& p, int blocks, int size, cudaStream_t stream) {
   static_assert(sizeof(Left) <= sizeof(Shared<kRows>::latents), "a cluster's block leaves its output in their place");
   CUtensorMap query_map, cache_map;
   if (!encode_query(p, p.nodes * p.heads, 1, &query_map) ||
-      !encode_cache(p, kHopperStep, 1, CU_TENSOR_MAP_L2_PROMOTION_L2_128B, &cache_map)) {
+      !encode_cache(p, kHopperStep, 1, &cache_map)) {
     return ddtree::refused();
   }
   const auto kernel = size > 0 ? attend_few<kRows, true> : attend_few<kRows, false>;

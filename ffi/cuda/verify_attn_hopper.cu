@@ -189,9 +189,10 @@ __device__ __forceinline__ Guess guess_start(const Problem& p) {
   const int chunks = max(over(blocks, all), 1), rounds = max(over(all, blocks), 1);
   if (all <= blocks) {
     // Or columns, as start_run chooses.
-    const int steps = request_of(p, 0).steps, places = steps + kBeginCost, runs = over(blocks, tiles);
-    const int run = over(p.batch * places + runs - 1, runs);
-    if (run + kColumnCost < over(steps + chunks - 1, chunks) + (chunks > 1 ? kMergeCost : 0)) {
+    const int steps = request_of(p, 0).steps, places = steps + kBeginCost;
+    const Totals totals{all * steps, all, steps, steps, tiles, p.batch * places};
+    const int run = column_run(totals, blocks);
+    if (run + kColumnCost < whole_cost(totals, over(steps + chunks - 1, chunks), 1)) {
       const int number = over(block, tiles), request = over(number * run, places), tile = block - number * tiles;
       if (request >= p.batch || tile >= request_of(p, request).tiles) return {p.batch, 0, 0};
       return {request, tile, max(number * run - request * places - kBeginCost, 0)};
@@ -789,13 +790,12 @@ __global__ void __launch_bounds__(kThreads, 1)
 
 template <bool kCluster>
 int launch(const Problem& p, int blocks, int size, cudaStream_t stream) {
-  constexpr CUtensorMapL2promotion kPromotion = CU_TENSOR_MAP_L2_PROMOTION_L2_128B;
   Maps maps{};
   bool made = kCluster ? encode_query(p, query_box_rows(p), 1, &maps.query) &&
-                             encode_cache(p, kHopperStep, 1, kPromotion, &maps.slice)
+                             encode_cache(p, kHopperStep, 1, &maps.slice)
                        : encode_query(p, kTileRows, kBoxes, &maps.query);
   for (int half = 0; half < 2; ++half) {
-    made = made && encode_cache(p, kHopperStep, end_box(half) - first_box(half), kPromotion, &maps.halves[half]);
+    made = made && encode_cache(p, kHopperStep, end_box(half) - first_box(half), &maps.halves[half]);
   }
   if (!made) return ddtree::refused();
   return launch_clusters(attend<kCluster>, kThreads, sizeof(Shared), blocks, size, stream, p, maps);

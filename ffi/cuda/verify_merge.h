@@ -168,7 +168,7 @@ __global__ void __launch_bounds__(kThreads, Slice<Number>::kBlocks) merge(const 
   // Tiles may have fewer rows than there is room for, and blocks with nothing but such rows would be idle.
   const uint32_t tile_rows = min(kTileRows, p.nodes * p.heads), together = shared_out ? 1 : kRows;
   // A pair of warps has so many rows of a tile one after the other, whose parts it looks up once.
-  const uint32_t pairs = gridDim.x * together, each = max((list.most_cut * tile_rows + pairs - 1) / pairs, 1u);
+  const uint32_t pairs = gridDim.x * together, each = max((list.count * tile_rows + pairs - 1) / pairs, 1u);
   const uint32_t units = (tile_rows + each - 1) / each;
   const int way = shared_out ? group : 0, ways = shared_out ? kRows : 1;
 #pragma unroll 1

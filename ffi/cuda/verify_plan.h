@@ -236,6 +236,7 @@ struct Run {
   int column;  // of the block, or 0
   int start, end;                  // of the run's places
   int last_request, last_before;  // the request that has the last of them, and the places before it
+  int cuttable;                   // tiles that have places
 };
 
 constexpr int kTries = 8;  // lengths of whole items
@@ -304,7 +305,7 @@ DDTREE_PLAN void begin_run(const Problem& p, const Plan& plan, int block, int at
                            const Found& last, Run* run) {
   const int column = plan.columns > 0 ? block - run_of(plan, block) * plan.columns : 0;
   *run = {plan, at, end - at, first.before, first.request, first.request, at, 0, first.before, 0, 0, 0, column,
-          at, end, last.request, last.before};
+          at, end, last.request, last.before, 0};
   if (plan.whole || plan.columns > 0 || at >= end) return;
   const Item item = item_at(plan, rest_of(p, plan, last.request), end - 1 - last.before);
   const int begun = last.before + item.place;
@@ -324,7 +325,7 @@ struct Totals {
   int columns, places;    // tiles of every request that has any, or 0; places of a column
 };
 
-DDTREE_PLAN int even_run(const Totals& t, int blocks) { return max(kMinRun, over(t.steps + blocks - 1, blocks)); }
+DDTREE_PLAN int even_run(int steps, int blocks) { return max(kMinRun, over(steps + blocks - 1, blocks)); }
 
 // How much longer than an equal run whole items may be.
 template <bool kManyRows>
@@ -408,8 +409,7 @@ __device__ __forceinline__ void start_run(const Problem& p, int* needed, Run* ru
   if (warp < kTries) {
 #pragma unroll 1
     for (int b = lane; b < p.batch; b += 32) add_request(request_of(p, b), &own, &unequal);
-    own.steps = warp_sum(own.steps);
-    even = even_run(own, blocks);
+    even = even_run(warp_sum(own.steps), blocks);
     most = most_longer<kManyRows>(even);
     // Each of eight warps tries one length of whole items.
     const int blocks_needed = count_blocks(p, {tried_run(even, most, warp), true}, 0, lane);
@@ -417,7 +417,6 @@ __device__ __forceinline__ void start_run(const Problem& p, int* needed, Run* ru
   }
   __syncthreads();
   if (warp != 0) return;
-  if (lane > 0) own.steps = 0;  // the sum is lane 0's
   const Totals totals = sum_up(own, unequal);
   const int own_needed = lane < kTries ? needed[lane] : blocks + 1;
   const unsigned enough = __ballot_sync(~0u, own_needed <= blocks);
@@ -483,6 +482,7 @@ __device__ __forceinline__ void start_run(const Problem& p, int* needed, Run* ru
   find_places(p, plan, at, end - 1, lane, &first, &last);
   if (lane != 0) return;
   begin_run(p, plan, block, at, end, first, last, run);
+  run->cuttable = totals.tiles - plan.tiles * blocks;
   run->tiles = plan.tiles;
   run->tile_request = first_tile_of.request;
   run->tile = plan.tiles * block - first_tile_of.before;
@@ -539,45 +539,37 @@ struct alignas(16) CutTile {
 struct alignas(16) CutTiles {
   int count;       // of `tiles`
   int most_parts;  // of one, at most
-  int most_cut;    // of those that have rows, at most
   CutTile tiles[1];
 };
+
+// Tile `tile` of what of a request has places; no rows if it was not cut. `before` are the places before the request.
+DDTREE_PLAN CutTile cut_tile(const Problem& p, const Plan& plan, const Request& rest, int before, int request,
+                             int tile) {
+  const Parts parts = parts_of(plan, rest, before, tile);
+  const int first_row = (tile + first_tile(plan, request, request_of(p, request))) * kTileRows;
+  return {parts, request, first_row, parts.uncut() ? 0 : min(rest.nodes * p.heads - first_row, kTileRows)};
+}
 
 // The tile that the end of a block's run cuts, if the block has its first part and the tile is not of chunks; else one
 // of no rows. It is for plans that are not of whole items.
 DDTREE_PLAN CutTile cut_at_end(const Problem& p, const Run& run) {
-  CutTile tile{};
   const Plan& plan = run.plan;
-  if (run.last_request >= p.batch) return tile;
+  if (run.last_request >= p.batch) return {};
   const Request rest = rest_of(p, plan, run.last_request);
   const int steps_before = run.last_before + begin_cost(plan), from = run.end - 1 - steps_before;
-  if (from < 0 || rest.steps == 0 || chunks_of(plan, rest) > 1) return tile;
+  if (from < 0 || rest.steps == 0 || chunks_of(plan, rest) > 1) return {};
   const int number = over(from, rest.steps), begin = steps_before + number * rest.steps;
-  if (begin < run.start || begin + rest.steps <= run.end) return tile;
-  tile.parts = parts_of(plan, rest, run.last_before, plan.columns > 0 ? run.column : number);
-  tile.request = run.last_request;
-  tile.first_row = (number + first_tile(plan, run.last_request, request_of(p, run.last_request)) + run.column) *
-                   kTileRows;
-  tile.rows = min(rest.nodes * p.heads - tile.first_row, kTileRows);
-  return tile;
+  if (begin < run.start || begin + rest.steps <= run.end) return {};
+  return cut_tile(p, plan, rest, run.last_before, run.last_request, number + run.column);
 }
 
-// Tiles of a request that runs may cut, where there are no chunks.
-DDTREE_PLAN int tiles_of_runs(const Plan& plan, const Request& rest) {
-  if (plan.whole || rest.tiles == 0 || chunks_of(plan, rest) > 1) return 0;
-  return rest.tiles * max(plan.columns, 1);
-}
-
-// Lists the tiles that were cut. Those of chunks all were. Of others, if they are more than blocks, there is a place
-// for each block, for what the end of its run cuts; else one for each of them. The blocks share the list out, and each
-// its own between `warps` warps, of which this is `warp`.
+// Lists the tiles that were cut. Those of chunks all were. For others there is a place each, or if there are more tiles
+// than blocks, one for each block, for what the end of its run cuts. The blocks share the list out, and each its own
+// between `warps` warps, of which this is `warp`.
 __device__ __forceinline__ void list_cut_tiles(const Problem& p, const Run& run, int warp, int warps, int lane) {
   CutTiles* list = p.cut_tiles;
   const Plan& plan = run.plan;
-  int own_tiles = 0;
-#pragma unroll 1
-  for (int b = lane; b < p.batch; b += 32) own_tiles += tiles_of_runs(plan, rest_of(p, plan, b));
-  const int run_tiles = warp_sum(own_tiles), blocks = gridDim.x, ends = run_tiles > blocks ? blocks : 0;
+  const int blocks = gridDim.x, ends = !plan.whole && run.cuttable > blocks ? blocks : 0;
   if (ends > 0 && warp == 0 && lane == 0) list->tiles[blockIdx.x] = cut_at_end(p, run);
   __syncwarp();
   for (int index = blockIdx.x * warps + warp, count = index + 1; index < count; index += gridDim.x * warps) {
@@ -589,15 +581,12 @@ __device__ __forceinline__ void list_cut_tiles(const Problem& p, const Run& run,
       const int own_places = b < p.batch ? places_of(plan, rest) : 0;
       const int before = places + prefix_sum(own_places, lane) - own_places;
       const Parts parts = parts_of(plan, rest, before, 0);
-      const int own = parts.chunks > 1 ? rest.tiles : ends == 0 ? tiles_of_runs(plan, rest) : 0;
+      const bool listed = parts.chunks > 1 || (!plan.whole && ends == 0);
+      const int own = listed ? rest.tiles * max(plan.columns, 1) : 0;
       const int end = count + prefix_sum(own, lane), tile = index - (end - own);
       if (rest.tiles > 0 && (own > 0 || !plan.whole)) most_parts = max(most_parts, parts.count());
       if (tile >= 0 && tile < own) {
-        CutTile* to = &list->tiles[ends + index];
-        to->parts = parts_of(plan, rest, before, tile);
-        to->request = b;
-        to->first_row = (tile + first_tile(plan, b, request_of(p, b))) * kTileRows;
-        to->rows = to->parts.uncut() ? 0 : min(rest.nodes * p.heads - to->first_row, kTileRows);
+        list->tiles[ends + index] = cut_tile(p, plan, rest, before, b, tile);
       }
       count = __shfl_sync(~0u, end, 31);
       places = __shfl_sync(~0u, before + own_places, 31);
@@ -606,7 +595,6 @@ __device__ __forceinline__ void list_cut_tiles(const Problem& p, const Run& run,
     if (index == 0 && lane == 0) {
       list->count = ends + count;
       list->most_parts = most_parts;
-      list->most_cut = ends + count;
     }
   }
 }

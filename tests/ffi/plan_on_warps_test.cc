@@ -74,7 +74,7 @@ bool Check(Problem p, int blocks, bool many_rows, int problem, const std::string
     }
     EXPECT(parts == left[key]);
   }
-  EXPECT(listed.size() == left.size() && static_cast<int>(listed.size()) <= list.most_cut);
+  EXPECT(listed.size() == left.size() && static_cast<int>(listed.size()) <= list.count);
   return true;
 }
 

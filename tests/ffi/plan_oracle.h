@@ -38,7 +38,7 @@ inline Plan Choose(const Problem& p, int blocks, bool many_rows) {
   bool unequal = false;
   for (int b = 0; b < p.batch; ++b) add_request(request_of(p, b), &t, &unequal);
   if (unequal) t.columns = 0;
-  const int even = even_run(t, blocks), most = many_rows ? most_longer<true>(even) : most_longer<false>(even);
+  const int even = even_run(t.steps, blocks), most = many_rows ? most_longer<true>(even) : most_longer<false>(even);
   const auto needed = [&](const Plan& plan) {
     int64_t all = 0;
     for (int b = 0; b < p.batch; ++b) all += blocks_of(plan, rest_of(p, plan, b));

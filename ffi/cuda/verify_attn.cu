@@ -50,7 +50,6 @@ constexpr int kExchangeOffset = kStages * kStageBytes;
 constexpr int kFactorOffset = kExchangeOffset + kWarps * (kParts - 1) * kExchange;
 constexpr int kMaximumOffset = kFactorOffset + kTileRows * 4;
 constexpr int kSumOffset = kMaximumOffset + kTileRows * 4;
-constexpr int kSegmentOffset = kSumOffset + kThreads * 4;
 
 // A segment, and where its request's rows are: kept in shared memory since registers are what a thread lacks.
 struct SegmentAndRows : Segment {
@@ -63,15 +62,24 @@ struct SegmentAndRows : Segment {
   __device__ __forceinline__ int row_of(int number) const { return (step + number - first) * kStep; }
 };
 
-constexpr int kRunOffset = kSegmentOffset + sizeof(SegmentAndRows);
-constexpr int kNeededOffset = kRunOffset + sizeof(Run);
-// Of an e4m3 cache: what multiplies scores, then the output.
-constexpr int kScaleOffset = kNeededOffset + kTries * sizeof(int);
-// From sm_90 on, barriers of each stage: its rows have arrived; all warps have left it.
-constexpr int kArrivedOffset = (kScaleOffset + 2 * sizeof(float) + 7) / 8 * 8;
-constexpr int kLeftOffset = kArrivedOffset + kStages * sizeof(uint64_t);
-constexpr int kSharedBytes = kLeftOffset + kStages * sizeof(uint64_t);
+// What lies behind the arrays of a block's shared memory.
+struct Control {
+  SegmentAndRows segment;
+  Run run;
+  int needed[kTries];
+  float score_scale, value_scale;  // of an e4m3 cache: what multiplies scores, then the output
+  // From sm_90 on, barriers of each stage: its rows have arrived; all warps have left it.
+  uint64_t arrived[kStages], left[kStages];
+};
+
+constexpr int kControlOffset = kSumOffset + kThreads * 4;
+static_assert(kControlOffset % alignof(Control) == 0, "where it lies");
+constexpr int kSharedBytes = kControlOffset + sizeof(Control);
 static_assert(kSharedBytes <= 99 * 1024, "the smallest opt-in limit among sm_80 and later");
+
+__device__ __forceinline__ Control& control_of(uint8_t* shared) {
+  return *reinterpret_cast<Control*>(shared + kControlOffset);
+}
 
 constexpr int kMaxBlocks = 256;  // of the persistent grid
 __device__ __forceinline__ void group_barrier(uint32_t group) {
@@ -174,8 +182,7 @@ __device__ __forceinline__ void weigh_step(const Problem& p, uint8_t* shared, co
       own[t][1] += x.y;
     }
   }
-  float log2_scale = p.log2_scale;
-  if constexpr (sizeof(Cache) == 1) log2_scale = *reinterpret_cast<const float*>(shared + kScaleOffset);
+  const float log2_scale = sizeof(Cache) == 1 ? control_of(shared).score_scale : p.log2_scale;
   if (masked) {
     const int row = segment.tile * kTileRows + static_cast<int>(me.warp * 8 + me.lane / 4);
     const int node = min(row / p.heads, segment.nodes - 1);
@@ -239,27 +246,27 @@ __global__ void __launch_bounds__(kThreads, 1) attend(const Problem p, const __g
   constexpr bool kE4m3 = sizeof(Cache) == 1;
   constexpr int kAhead = kE4m3 || kBoxes<Cache> ? 2 : 1;  // steps that are asked for before the first one is used
   extern __shared__ __align__(1024) uint8_t shared[];
-  SegmentAndRows& segment = *reinterpret_cast<SegmentAndRows*>(shared + kSegmentOffset);
-  Run& run = *reinterpret_cast<Run*>(shared + kRunOffset);
+  Control& control = control_of(shared);
+  SegmentAndRows& segment = control.segment;
+  Run& run = control.run;
   const uint32_t base = static_cast<uint32_t>(__cvta_generic_to_shared(shared));
   const uint32_t thread = threadIdx.x;
-  uint64_t* arrived = reinterpret_cast<uint64_t*>(shared + kArrivedOffset);
-  uint64_t* left = reinterpret_cast<uint64_t*>(shared + kLeftOffset);
 
   if (kBoxes<Cache> && thread == 0) {
     for (int i = 0; i < kStages; ++i) {
-      sm90::init_barrier(&arrived[i], 1);
-      sm90::init_barrier(&left[i], kWarps);
+      sm90::init_barrier(&control.arrived[i], 1);
+      sm90::init_barrier(&control.left[i], kWarps);
     }
     sm90::fence_barrier_init();
   }
-  start_run<true>(p, reinterpret_cast<int*>(shared + kNeededOffset), &run);
+  start_run<true>(p, control.needed, &run);
   __syncthreads();
   if (thread == 0) {
     next_segment_and_rows<Cache>(p, &run, &segment, 0);
     if constexpr (kE4m3) {
       const float scale = layer_scale(p.cache_scale, p.layer, p.layers);
-      *reinterpret_cast<float2*>(shared + kScaleOffset) = make_float2(p.log2_scale * scale, scale);
+      control.score_scale = p.log2_scale * scale;
+      control.value_scale = scale;
     }
   }
   if (thread / 32 == kWarps - 1) list_cut_tiles(p, run, 0, 1, thread % 32);
@@ -272,7 +279,7 @@ __global__ void __launch_bounds__(kThreads, 1) attend(const Problem p, const __g
       const Cache* cache = static_cast<const Cache*>(segment.cache);
       const int first = segment.row_of(number), end = segment.length + segment.nodes;
       if constexpr (kBoxes<Cache>) {
-        bring_step(to, &arrived[number % kStages], &map, first, segment.plane);
+        bring_step(to, &control.arrived[number % kStages], &map, first, segment.plane);
       } else {
         const Place me(thread);
         copy_step(shared_address(to), cache, first, end, me.warp, me.lane);
@@ -325,7 +332,7 @@ __global__ void __launch_bounds__(kThreads, 1) attend(const Problem p, const __g
     for (int number = segment.first; number < segment.end; ++number) {
       if constexpr (kBoxes<Cache>) {
         group_barrier(thread / (kParts * 32));  // the partners have read the weights of the step before
-        sm90::wait(&arrived[number % kStages], static_cast<uint32_t>(number) / kStages % 2);
+        sm90::wait(&control.arrived[number % kStages], static_cast<uint32_t>(number) / kStages % 2);
       } else {
         wait_copies<kAhead - 1>();
         __syncthreads();
@@ -407,7 +414,7 @@ __global__ void __launch_bounds__(kThreads, 1) attend(const Problem p, const __g
       if constexpr (kBoxes<Cache>) {
         // The last warp to leave a stage asks for the rows that come to it next: nobody waits for the others.
         __syncwarp();
-        if (thread % 32 == 0 && sm90::arrive_last(&left[number % kStages]) && number + kStages < segment.end) {
+        if (thread % 32 == 0 && sm90::arrive_last(&control.left[number % kStages]) && number + kStages < segment.end) {
           ask(number + kStages);
         }
       }
@@ -419,8 +426,7 @@ __global__ void __launch_bounds__(kThreads, 1) attend(const Problem p, const __g
     sum += __shfl_xor_sync(~0u, sum, 2);
     __syncthreads();  // the stages and the factors are free
     if (segment.step == 0 && segment.end_step == segment.steps) {
-      float scale = 1.0f;
-      if constexpr (kE4m3) scale = *reinterpret_cast<const float*>(shared + kScaleOffset + 4);
+      const float scale = kE4m3 ? control.value_scale : 1.0f;
       if (me.lane % 4 == 0) me.factors(shared)[me.part * 8 + me.lane / 4] = scale / sum;
       group_barrier(thread / (kParts * 32));
 #pragma unroll

@@ -649,6 +649,7 @@ __device__ __forceinline__ void attend_side(const Problem& p, Shared& s, int thr
       ++tile;
     }
     if (tile < end) {
+      if (kSide == 1) sm90::wait(&s.scored, tile / 2 % 2);  // every phase of a barrier is waited for
       other_tile();
       sm90::wait_products<0>();
       sm90::pin(out);

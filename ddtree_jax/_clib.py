@@ -67,16 +67,14 @@ _FIELDS = {
 }
 
 
-def path_number(path: str, e4m3: bool) -> int:
-    """The ddtree_path of this name, for a cache that is e4m3 or not.
+def path_number(path: str) -> int:
+    """The ddtree_path of this name.
 
     Raises:
-      ValueError: there is no such path, or it reads no e4m3 cache.
+      ValueError: there is none.
     """
     if not isinstance(path, str) or path not in PATHS:
         raise ValueError(f"path must be one of {', '.join(PATHS)}, not {path!r}")
-    if path == "hopper" and e4m3:
-        raise ValueError('path "hopper" reads no float8_e4m3fn cache: take "auto" or "portable"')
     return PATHS[path]
 
 

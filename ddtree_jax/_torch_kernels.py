@@ -177,7 +177,7 @@ def verify_attn(
       tree: `ancestors` and `num_nodes` are read.
       scale: multiplies the scores.
       layer: an int or an i32 scalar on the device.
-      path: which CUDA kernel serves bfloat16: "auto", "portable" or "hopper", the last not for e4m3.
+      path: which CUDA kernel serves bfloat16: "auto", "portable" or "hopper".
       cache_scale: f32[layers] for an e4m3 cache, what its numbers are multiplied with; None means 1.
 
     Returns:
@@ -190,7 +190,7 @@ def verify_attn(
     tensor("query", query, ("B", "N", "H", _ROW_DIM), _FLOATS)
     batch, nodes, heads, _ = query.shape
     tensor("cache", cache, ("layers", batch, "S", _ROW_DIM), (query.dtype, _E4M3), query)
-    kernel = _clib.path_number(path, cache.dtype == _E4M3)
+    kernel = _clib.path_number(path)
     tensor("lengths", lengths, (batch,), torch.int32, query)
     between("query's nodes N", nodes, 1, MAX_BUDGET + 1)
     if heads < 1:

@@ -42,8 +42,8 @@ def verify_attn(
       scale: multiplies the scores.
       layer: which layer's rows to read, an int or an i32 scalar.
       path: which CUDA kernel serves bfloat16, for measurements and tests: "portable" runs on sm_80 and up,
-        "hopper" on sm_90 alone, from a build for sm_90a, and not for a float8_e4m3fn cache, "auto" is "hopper"
-        where that can be, else "portable". The CPU has one kernel.
+        "hopper" on sm_90 alone, from a build for sm_90a, "auto" is "hopper" where that can be, else "portable".
+        The CPU has one kernel.
       cache_scale: f32[layers] for a float8_e4m3fn cache: a number of the cache stands for itself times its
         layer's scale, which `append_latents` divided by. None means 1.
 
@@ -59,7 +59,7 @@ def verify_attn(
     batch, nodes, heads, _ = query.shape
     dtypes = (query.dtype, jnp.float8_e4m3fn)
     cache = _checks.array("cache", cache, ("layers", batch, "S", ROW_DIM), dtypes)
-    path = path_number(path, cache.dtype == jnp.float8_e4m3fn)
+    path = path_number(path)
     lengths = _checks.array("lengths", lengths, (batch,), jnp.int32)
     _checks.between("query's nodes N", nodes, 1, MAX_BUDGET + 1)
     if heads < 1:

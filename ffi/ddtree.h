@@ -147,7 +147,7 @@ typedef struct ddtree_verify_attn_args {
   int64_t layers, batch, rows, nodes, heads;  // rows = S
   float scale;
   int32_t dtype;
-  int32_t path;              // a ddtree_path; CUDA only. The Hopper kernel reads no e4m3
+  int32_t path;              // a ddtree_path; CUDA only
   int32_t cache_dtype;       // `dtype` or DDTREE_E4M3
   const float* cache_scale;  // [layers], or null for 1; null unless the cache is e4m3
 } ddtree_verify_attn_args;

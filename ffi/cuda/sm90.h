@@ -113,6 +113,11 @@ __device__ __forceinline__ void prefetch_box(const CUtensorMap* map, int row, in
                : "memory");
 }
 
+// Asks the L2 cache for `bytes`, a multiple of 16 at such an address.
+__device__ __forceinline__ void prefetch_bytes(const void* from, uint32_t bytes) {
+  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(bytes) : "memory");
+}
+
 // Waits for `threads` threads at barrier `id`.
 __device__ __forceinline__ void sync_at(uint32_t id, uint32_t threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");

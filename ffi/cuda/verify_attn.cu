@@ -8,8 +8,7 @@
 // does their softmax, and gives the weights back as the fragments that the second product takes. Each warp has the
 // group's rows in an order of its own, those that it owns first: who sends what to whom is then the same code for all.
 //
-// An e4m3 cache is widened to bfloat16, exactly, while it is brought to shared memory: a step's bytes land behind one
-// stage, two steps ahead, and are spread into it before the first product. From there on it is the same kernel; the
+// An e4m3 cache is widened to bfloat16, exactly, on its way: a step's bytes land behind one stage, two steps ahead, and are spread into it before the first product. From there on it is the same kernel; the
 // layer's scale multiplies the scores and the output.
 //
 // float32: plain arithmetic, a block for each row.
@@ -597,7 +596,6 @@ int ddtree_verify_attn_cuda(const ddtree_verify_attn_args* args, void* stream) {
   const int rows = static_cast<int>(args->rows), nodes = static_cast<int>(args->nodes);
   const int heads = static_cast<int>(args->heads), words = (nodes + kNodeBits - 1) / kNodeBits;
   const bool e4m3 = args->cache_dtype == DDTREE_E4M3;
-  if (args->path == DDTREE_PATH_HOPPER && e4m3) return DDTREE_INVALID_ARGUMENT;
   if (args->dtype == DDTREE_F32) {
     const auto launch = [&](auto kernel, auto* cache) {
       kernel<<<static_cast<int>(all_rows), kThreads, 0, cuda_stream>>>(
@@ -626,7 +624,7 @@ int ddtree_verify_attn_cuda(const ddtree_verify_attn_args* args, void* stream) {
   }
   const bool has_hopper = major == 9 && minor == 0 && ddtree::hopper_built(device);
   if (args->path == DDTREE_PATH_HOPPER && !has_hopper) return DDTREE_INVALID_ARGUMENT;
-  const bool hopper = has_hopper && !e4m3 && args->path != DDTREE_PATH_PORTABLE;
+  const bool hopper = has_hopper && args->path != DDTREE_PATH_PORTABLE;
   uint8_t* parts = static_cast<uint8_t*>(args->workspace);
   const Problem problem{static_cast<const __nv_bfloat16*>(args->query),
                         args->cache,
@@ -644,14 +642,16 @@ int ddtree_verify_attn_cuda(const ddtree_verify_attn_args* args, void* stream) {
                         heads,
                         words,
                         hopper ? kHopperStep : kStep,
+                        e4m3,
                         args->scale * 1.4426950408889634f,
                         args->cache_scale};
   const int blocks = static_cast<int>(std::min<int64_t>(max_blocks(batch, rows, nodes, heads), processors));
   if (hopper) {
-    const int size = hopper_cluster(problem, device, processors);
+    const int size = e4m3 ? 0 : hopper_cluster(problem, device, processors);
     const int status = attend_hopper(problem, blocks, size, cuda_stream);
     if (status != DDTREE_OK || size > 0) return status;
-    return ddtree::launch_merge<__nv_bfloat16, __half>(problem, processors, cuda_stream);
+    return e4m3 ? ddtree::launch_merge<uint8_t, __half>(problem, processors, cuda_stream)
+                : ddtree::launch_merge<__nv_bfloat16, __half>(problem, processors, cuda_stream);
   }
   CUtensorMap map{};
   // Code for sm_90 and later takes it.

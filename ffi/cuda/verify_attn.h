@@ -18,7 +18,7 @@ struct CutTiles;
 
 struct Problem {
   const __nv_bfloat16* query;
-  const void* cache;  // bfloat16, or e4m3 for the portable kernel
+  const void* cache;  // bfloat16 or e4m3
   const uint32_t* ancestors;
   const int32_t* lengths;
   const int32_t* num_nodes;
@@ -28,6 +28,7 @@ struct Problem {
   CutTiles* cut_tiles;
   int layers, batch, rows, nodes, heads, words;
   int step_rows;  // cache rows of a step
+  bool e4m3;      // what the cache holds
   float log2_scale;  // of the scores, for powers of two
   const float* cache_scale;  // of each layer's e4m3 numbers; null for 1
 };

@@ -33,6 +33,7 @@
 #include "ffi/cuda/verify_cluster.h"
 #include "ffi/cuda/verify_plan.h"
 #include "ffi/cuda/verify_segments.h"
+#include "ffi/cuda/verify_widen_hopper.h"
 #include "ffi/ddtree.h"
 
 namespace ddtree {
@@ -41,11 +42,14 @@ namespace {
 constexpr int kGroupThreads = 128;
 constexpr int kComputeThreads = 2 * kGroupThreads;
 constexpr int kThreads = 3 * kGroupThreads;  // and one that loads, whose registers the others take
+static_assert(widening::kWarps * 32 == kGroupThreads, "or widens e4m3");
 constexpr int kBoxes = DDTREE_ROW_DIM / 64;     // of a tile
 constexpr int kHalfBoxes = DDTREE_LATENT_DIM / 128;
 constexpr int kColumns = DDTREE_LATENT_DIM / 2;  // of a warpgroup
 constexpr int kDepths = DDTREE_ROW_DIM / 16;     // products that make a tile's scores
-constexpr int kHeld = 6;       // of those, the last ones, whose numbers of the queries are kept in registers
+// Of those, the last ones, whose numbers of the queries are kept in registers; to widen e4m3 takes these.
+template <typename Cache>
+constexpr int kHeld = sizeof(Cache) == 2 ? 6 : 0;
 constexpr int kHandOver = 2;   // boxes from the end of its scores, when the first warpgroup tells the second
 constexpr int kAhead = 3;      // steps by which the L2 cache is asked before a load
 constexpr int kManyTiles = 8;  // of a request, from which on that pays
@@ -71,6 +75,7 @@ struct Shared {
   float factor[kTileRows];   // by what a tile shrinks the output so far
   float maximum[kTileRows];  // the greatest score so far
   float sum[2][kTileRows];   // each warpgroup's share of the weights' sum
+  float score_scale, value_scale;  // of an e4m3 cache: what multiplies scores, then the output
   uint64_t full[2][2];   // a half of a buffer is there
   uint64_t empty[2][2];  // it may be overwritten
   uint64_t query_full, query_empty;
@@ -100,10 +105,11 @@ __host__ __device__ constexpr int first_box(int half) { return half * kHalfBoxes
 __host__ __device__ constexpr int end_box(int half) { return half == 0 ? kHalfBoxes : kBoxes; }
 
 // The barriers of loads, then the others.
+template <typename Cache>
 __device__ __forceinline__ void init_load_barriers(Shared& s) {
   for (int buffer = 0; buffer < 2; ++buffer) {
     for (int half = 0; half < 2; ++half) {
-      sm90::init_barrier(&s.full[buffer][half], 1);
+      sm90::init_barrier(&s.full[buffer][half], sizeof(Cache) == 2 ? 1 : widening::kWarps);
       sm90::init_barrier(&s.empty[buffer][half], kGroupThreads / 32);
     }
   }
@@ -175,11 +181,6 @@ __device__ __forceinline__ void load_first_step(Shared& s, const Maps& maps, int
     sm90::load_box(s.keys[0] + box * sm90::kBoxBytes, &maps.slice, &s.arrived[box], step * kHopperStep, box, plane);
   }
   for (int half = 0; half < 2; ++half) sm90::arrive(&s.full[0][half]);
-}
-
-// The first row of a tile of a request's queries.
-__device__ __forceinline__ int query_row(const Problem& p, int request, int tile) {
-  return request * p.nodes * p.heads + tile * kTileRows;
 }
 
 // With what a block begins where all requests have all nodes and about the same length.
@@ -258,7 +259,7 @@ __device__ __forceinline__ void start_cluster_block(const Problem& p, Shared& s,
   const int place = blockIdx.x / size, request = place / tiles, box_rows = query_box_rows(p);
   if (thread == kComputeThreads) {
     const int layer = p.layers == 1 ? 0 : layer_of(p.layer, p.layers);
-    init_load_barriers(s);
+    init_load_barriers<__nv_bfloat16>(s);
     s.plane = layer * p.batch + request;
   }
   __syncwarp();
@@ -321,21 +322,25 @@ __device__ __forceinline__ void clear_not_finite(uint8_t* keys, int first, int e
 // must issue faster than the tensor cores work, so nothing but products is between the products of a half. What of the
 // queries is `held` in registers spares reads of shared memory, which limits these products.
 //
-// The first warpgroup's last half is two groups: the second one begins when the first of them is done.
-template <int kSide, int kHalf, bool kFirst>
-__device__ __forceinline__ void start_scores(Shared& s, uint32_t tile, const uint32_t (&held)[kHeld][4],
+// The first warpgroup's last half is two groups: the second one begins when the first of them is done. The rotary
+// numbers of an e4m3 tile are there when both halves are.
+template <int kSide, int kHalf, bool kFirst, typename Cache>
+__device__ __forceinline__ void start_scores(Shared& s, uint32_t tile, const uint32_t (&held)[kHeld<Cache> + 1][4],
                                              float (&score)[32]) {
+  constexpr bool kWide = sizeof(Cache) == 2;
+  constexpr int kEnd = kWide ? end_box(kHalf) : first_box(kHalf) + kHalfBoxes + !kFirst;
   const uint64_t query = sm90::along_rows(sm90::shared_address(s.query));
   const uint64_t keys = sm90::along_rows(sm90::shared_address(s.keys[kSide]));
   sm90::wait(&s.full[kSide][kHalf], tile / 2 % 2);
   sm90::begin_products();
 #pragma unroll
-  for (int box = first_box(kHalf); box < end_box(kHalf); ++box) {
+  for (int at = first_box(kHalf); at < kEnd; ++at) {
+    const int box = at < first_box(kHalf) + kHalfBoxes ? at : kBoxes - 1;
 #pragma unroll
     for (int k = 0; k < 4; ++k) {
       const uint32_t offset = box * sm90::kBoxBytes + k * 32;
-      const bool add = !kFirst || box > first_box(kHalf) || k > 0;
-      const int depth = box * 4 + k - (kDepths - kHeld);
+      const bool add = !kFirst || at > first_box(kHalf) || k > 0;
+      const int depth = box * 4 + k - (kDepths - kHeld<Cache>);
       if (kSide == 0 && box == kBoxes - kHandOver && k == 0) sm90::end_products();
       if (depth >= 0) {
         sm90::multiply_64(score, held[max(depth, 0)], sm90::further(keys, offset), add);
@@ -449,13 +454,14 @@ __device__ __forceinline__ int hidden(int x) {
 
 // What a warpgroup does; `thread` counts inside it. In a cluster, whose blocks have one segment, it returns its output
 // and the maxima, and the sums are there.
-template <int kSide, bool kCluster>
+template <int kSide, bool kCluster, typename Cache>
 __device__ __forceinline__ void attend_side(const Problem& p, Shared& s, int thread, float (&out)[kColumns / 2],
                                             float (&maximum)[2]) {
   const int warp = thread / 32, lane = thread % 32;
   const int upper = warp * 16 + lane / 4;  // the thread's rows are this one and the one 8 below
   uint32_t tile = 0;                       // of the block's run
-  uint32_t held[kHeld][4];
+  constexpr bool kWide = sizeof(Cache) == 2;
+  uint32_t held[kHeld<Cache> + 1][4];  // the last one is never used, since there is no array of none
   float score[32];
   const auto hold_query = [&](uint32_t number) {
     if (kCluster) {
@@ -466,15 +472,15 @@ __device__ __forceinline__ void attend_side(const Problem& p, Shared& s, int thr
     const int place = hidden(thread), row = place / 32 * 16 + place % 16;
     const uint32_t from = sm90::shared_address(s.query) + row * 128;
 #pragma unroll
-    for (int i = 0; i < kHeld; ++i) {
-      const int depth = kDepths - kHeld + i;
+    for (int i = 0; i < kHeld<Cache>; ++i) {
+      const int depth = kDepths - kHeld<Cache> + i;
       load_matrices(held[i],
                     from + depth / 4 * sm90::kBoxBytes + ((depth % 4 * 2 + place % 32 / 16 ^ row % 8) << 4));
     }
   };
   const auto begin_scores = [&] {
-    start_scores<kSide, kSide, true>(s, tile, held, score);
-    start_scores<kSide, kSide ^ 1, false>(s, tile, held, score);
+    start_scores<kSide, kSide, true, Cache>(s, tile, held, score);
+    start_scores<kSide, kSide ^ 1, false, Cache>(s, tile, held, score);
   };
   const auto end_scores = [&] {
     if (kSide == 0) {
@@ -512,6 +518,7 @@ __device__ __forceinline__ void attend_side(const Problem& p, Shared& s, int thr
 #pragma unroll
     for (int i = 0; i < kColumns / 2; ++i) out[i] = 0;
     sm90::wait(&s.finished, number % 2 ^ 1);  // nobody still reads sums or stored rows of the segment before
+    if (!kWide && kSide == 1 && thread == 0) plan_segment(p, s, number + 1);  // all others are busy
     if (first % 2 != kSide && first + 1 == end && lane == 0) sm90::arrive(&s.query_empty);  // it multiplies none
 
     // The tile of the other warpgroup: its weights times this one's columns. The other one has seen the tile arrive.
@@ -543,7 +550,7 @@ __device__ __forceinline__ void attend_side(const Problem& p, Shared& s, int thr
     const auto own_tile = [&] {
       if (tile + 2 >= end && lane == 0) sm90::arrive(&s.query_empty);
 #pragma unroll
-      for (int i = 0; i < 32; ++i) score[i] *= p.log2_scale;
+      for (int i = 0; i < 32; ++i) score[i] *= kWide ? p.log2_scale : s.score_scale;
       if (__builtin_expect(static_cast<int>(tile) >= masked, 0)) {
         // Of a row that is not finite no score is.
         bool broken = false;
@@ -628,17 +635,17 @@ __device__ __forceinline__ void attend_side(const Problem& p, Shared& s, int thr
       if (!scored) {
         if (kSide == 0) {
           other_tile();
-          start_scores<0, 0, true>(s, tile + 1, held, score);
+          start_scores<0, 0, true, Cache>(s, tile + 1, held, score);
           sm90::wait_products<1>();
           sm90::pin(out);
           if (lane == 0) sm90::arrive(&s.empty[1][0]);
-          start_scores<0, 1, false>(s, tile + 1, held, score);
+          start_scores<0, 1, false, Cache>(s, tile + 1, held, score);
           end_scores();
         } else {
           // After the other's scores: their softmax then goes on beside this product.
           sm90::wait(&s.scored, tile / 2 % 2);
-          start_scores<1, 1, true>(s, tile + 1, held, score);
-          start_scores<1, 0, false>(s, tile + 1, held, score);
+          start_scores<1, 1, true, Cache>(s, tile + 1, held, score);
+          start_scores<1, 0, false, Cache>(s, tile + 1, held, score);
           other_tile();
           sm90::wait_products<1>();
           sm90::pin(score);
@@ -682,7 +689,8 @@ __device__ __forceinline__ void attend_side(const Problem& p, Shared& s, int thr
       if (whole) {
         const int64_t index = static_cast<int64_t>(segment.request) * p.nodes * p.heads + query_row;
         __nv_bfloat16* to = p.out + index * DDTREE_LATENT_DIM + kSide * kColumns;
-        const float inverse[2] = {reciprocal(total[0]), reciprocal(total[1])};
+        const float scale = kWide ? 1.0f : s.value_scale;
+        const float inverse[2] = {reciprocal(total[0]) * scale, reciprocal(total[1]) * scale};
         const auto pair = [&](int half, float x, float y) { return pack(x * inverse[half], y * inverse[half]); };
         store_rows<__nv_bfloat16>(out, staging, lane, real, {to, to + 8 * DDTREE_LATENT_DIM}, pair);
       } else {
@@ -723,13 +731,14 @@ __device__ __forceinline__ void attend_side(const Problem& p, Shared& s, int thr
   }
 }
 
-template <bool kCluster>
+template <bool kCluster, typename Cache>
 __global__ void __launch_bounds__(kThreads, 1)
     attend(const Problem p, const __grid_constant__ Maps maps) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
   extern __shared__ __align__(1024) uint8_t memory[];
   Shared& s = *reinterpret_cast<Shared*>(memory);
   const int thread = threadIdx.x, lane = thread % 32;
+  constexpr bool kWide = sizeof(Cache) == 2;
   if (kCluster) {
     start_cluster_block(p, s, maps, thread);
     __syncthreads();
@@ -738,15 +747,22 @@ __global__ void __launch_bounds__(kThreads, 1)
       s.guess = guess_start(p);
     } else if (thread == kComputeThreads + 32) {
       sm90::prefetch(&maps.query);
-      for (int half = 0; half < 2; ++half) sm90::prefetch(&maps.halves[half]);
+      for (int half = 0; half < 2 && kWide; ++half) sm90::prefetch(&maps.halves[half]);
     } else if (thread == kComputeThreads + 64) {
-      init_load_barriers(s);
+      init_load_barriers<Cache>(s);
       init_barriers(s);
+    } else if (!kWide && thread == kComputeThreads + 96) {
+      s.value_scale = layer_scale(p.cache_scale, p.layer, p.layers);
+      s.score_scale = p.log2_scale * s.value_scale;
     }
     start_run<true>(p, s.needed, &s.run);
     // Not before lengths are there, or the plan would wait for them behind these loads. To issue them takes as long as
     // the rest of the plan: nobody waits for this thread.
-    if (thread == kComputeThreads) load_guess(p, s, maps);
+    if (thread == kComputeThreads && kWide) load_guess(p, s, maps);
+    if (thread == kComputeThreads && !kWide && s.guess.request < p.batch) {
+      widening::prefetch_step(widening::first_row(p, s.guess.request, s.guess.step),
+                              p.rows - s.guess.step * kHopperStep);
+    }
     if (thread == 0) {
       next_segment(p, &s.run, &s.segments[0]);
       sm90::arrive(&s.started);
@@ -756,26 +772,29 @@ __global__ void __launch_bounds__(kThreads, 1)
   // As the compiler must know, a warpgroup goes one way.
   const int group = __shfl_sync(~0u, thread / kGroupThreads, 0);
   if (group == 2) {
-    sm90::give_registers<24>();
+    sm90::give_registers<kWide ? 24 : 72>();
     if (kCluster) {
       if (thread == kComputeThreads) {
         uint32_t tile = 1;
         load_steps(s, maps, s.plane, s.share.step, s.share.end_step, 1, 0, &tile);
       }
       if (thread >= kComputeThreads + 96) fetch_ancestors(p, s, lane);
-    } else {
+    } else if (kWide) {
       if (thread == kComputeThreads) load_tiles(p, s, maps);
       if (thread == kComputeThreads + 32) plan_segments(p, s);
+    } else {
+      const int warp = __shfl_sync(~0u, thread / 32, 0) - kComputeThreads / 32;
+      widening::widen_tiles<kAhead>(p, s, &maps.query, warp, lane);
     }
   } else {
-    sm90::take_registers<240>();
+    sm90::take_registers<kWide ? 240 : 216>();
     float out[kColumns / 2], maximum[2];
     if (group == 0) {
-      attend_side<0, kCluster>(p, s, thread, out, maximum);
+      attend_side<0, kCluster, Cache>(p, s, thread, out, maximum);
     } else {
       // This one has nothing to do until the other one has weights.
       if (!kCluster) list_cut_tiles(p, s.run, (thread - kGroupThreads) / 32, kGroupThreads / 32, lane);
-      attend_side<1, kCluster>(p, s, thread - kGroupThreads, out, maximum);
+      attend_side<1, kCluster, Cache>(p, s, thread - kGroupThreads, out, maximum);
     }
     if (kCluster) {
       // No product reads the keys any more: the output is left in their place.
@@ -789,17 +808,17 @@ __global__ void __launch_bounds__(kThreads, 1)
 #endif
 }
 
-template <bool kCluster>
+template <bool kCluster, typename Cache>
 int launch(const Problem& p, int blocks, int size, cudaStream_t stream) {
   Maps maps{};
   bool made = kCluster ? encode_query(p, query_box_rows(p), 1, &maps.query) &&
                              encode_cache(p, kHopperStep, 1, &maps.slice)
                        : encode_query(p, kTileRows, kBoxes, &maps.query);
-  for (int half = 0; half < 2; ++half) {
+  for (int half = 0; half < 2 && sizeof(Cache) == 2; ++half) {
     made = made && encode_cache(p, kHopperStep, end_box(half) - first_box(half), &maps.halves[half]);
   }
   if (!made) return ddtree::refused();
-  return launch_clusters(attend<kCluster>, kThreads, sizeof(Shared), blocks, size, stream, p, maps);
+  return launch_clusters(attend<kCluster, Cache>, kThreads, sizeof(Shared), blocks, size, stream, p, maps);
 }
 
 // What a card runs: whether the code is Hopper's own, and how many clusters of each size at once.
@@ -812,12 +831,13 @@ struct Card {
 void ask(Card* card) {
   // Compiled for anything else, plain sm_90 too, the kernel is a trap of 4 registers instead of 168 (ptxas_test.py).
   cudaFuncAttributes code;
-  card->built = cudaFuncGetAttributes(&code, attend<false>) == cudaSuccess && code.numRegs > 100;
-  if (card->built && allow_launch(attend<true>, sizeof(Shared), kMostCluster)) {
+  card->built = cudaFuncGetAttributes(&code, attend<false, __nv_bfloat16>) == cudaSuccess && code.numRegs > 100;
+  const auto kernel = attend<true, __nv_bfloat16>;
+  if (card->built && allow_launch(kernel, sizeof(Shared), kMostCluster)) {
     for (int size = 1; size <= kMostCluster; ++size) {
       cudaLaunchAttribute attribute;
       const cudaLaunchConfig_t config = cluster_config(kThreads, sizeof(Shared), size, size, nullptr, &attribute);
-      if (cudaOccupancyMaxActiveClusters(&card->fits[size], attend<true>, &config) != cudaSuccess) card->fits[size] = 0;
+      if (cudaOccupancyMaxActiveClusters(&card->fits[size], kernel, &config) != cudaSuccess) card->fits[size] = 0;
     }
   }
   cudaGetLastError();  // the answer, not an error of the launch to come
@@ -844,9 +864,11 @@ int hopper_cluster(const Problem& p, int device, int processors) {
 }
 
 int attend_hopper(const Problem& p, int blocks, int size, cudaStream_t stream) {
+  if (p.e4m3) return launch<false, uint8_t>(p, blocks, 1, stream);
   if (size > 0) blocks = size * p.batch * shape_tiles(p.nodes, p.heads);
   if (p.nodes * p.heads <= kFewRows) return attend_few_hopper(p, blocks, size, stream);
-  return size > 0 ? launch<true>(p, blocks, size, stream) : launch<false>(p, blocks, 1, stream);
+  return size > 0 ? launch<true, __nv_bfloat16>(p, blocks, size, stream)
+                  : launch<false, __nv_bfloat16>(p, blocks, 1, stream);
 }
 
 }  // namespace ddtree

@@ -418,11 +418,6 @@ def commit(nodes=(1, 4), dtype=I32):
         (lambda: attend(dtype=np.float16), ValueError, ["query", "float16"]),
         (lambda: attend(dtype=jnp.bfloat16), ValueError, ["cache", "bfloat16", "float32"]),
         (
-            lambda: attend(cache_dtype=E4M3, path="hopper"),
-            ValueError,
-            ['path "hopper" reads no float8_e4m3fn cache'],
-        ),
-        (
             lambda: attend(cache_scale=zeros(2)),
             ValueError,
             ["cache_scale is for a float8_e4m3fn cache", "float32"],

@@ -174,10 +174,6 @@ def _attend(cache=_CACHE, **options):
             "scale must be a number, not None",
         ),
         (
-            lambda: _attend(_CACHE.to(torch.float8_e4m3fn), path="hopper"),
-            'path "hopper" reads no float8_e4m3fn cache',
-        ),
-        (
             lambda: bridge.append_latents(
                 _CACHE, torch.zeros(2, 1, 576), _LENGTHS, layer=0, cache_scale=torch.ones(1)
             ),

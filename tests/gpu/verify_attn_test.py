@@ -13,20 +13,16 @@ import ddtree_jax
 pytestmark = pytest.mark.skipif(jax.default_backend() != "gpu", reason="needs a GPU")
 
 _ON_HOPPER = jax.default_backend() == "gpu" and jax.devices()[0].compute_capability == "9.0"
-# float32 has one kernel, bfloat16 one that runs everywhere and one for Hopper, which reads no e4m3.
+# float32 has one kernel, bfloat16 one that runs everywhere and those for Hopper.
 _F32, _BF16 = checks.DTYPES.values()
+_needs_hopper = pytest.mark.skipif(not _ON_HOPPER, reason="needs sm_90")
 KERNELS = [
     pytest.param(_F32, "auto", None, id="float32"),
     pytest.param(_F32, "auto", checks.E4M3, id="float32-e4m3"),
     pytest.param(_BF16, "portable", None, id="portable"),
     pytest.param(_BF16, "portable", checks.E4M3, id="portable-e4m3"),
-    pytest.param(
-        _BF16,
-        "hopper",
-        None,
-        id="hopper",
-        marks=pytest.mark.skipif(not _ON_HOPPER, reason="needs sm_90"),
-    ),
+    pytest.param(_BF16, "hopper", None, id="hopper", marks=_needs_hopper),
+    pytest.param(_BF16, "hopper", checks.E4M3, id="hopper-e4m3", marks=_needs_hopper),
 ]
 SCALE = 192**-0.5
 
@@ -263,29 +259,33 @@ def test_the_layer_may_be_a_loop_variable(rng, dtype, path, cache_dtype):
         np.testing.assert_array_equal(np.asarray(loop[layer]), np.asarray(want))
 
 
-@pytest.mark.parametrize("dtype", [_F32, _BF16], ids=str)
-def test_all_bytes_of_an_e4m3_cache_convert_exactly(dtype):
-    checks.check_e4m3_bytes(dtype)
+E4M3_KERNELS = [kernel for kernel in KERNELS if kernel.values[2] == checks.E4M3]
 
 
-@pytest.mark.parametrize("path", ["auto", "portable"])
-@pytest.mark.parametrize("dtype", [_F32, _BF16], ids=str)
+@pytest.mark.parametrize(("dtype", "path", "cache_dtype"), E4M3_KERNELS)
+def test_all_bytes_of_an_e4m3_cache_convert_exactly(dtype, path, cache_dtype):
+    checks.check_e4m3_bytes(dtype, path=path)
+
+
+@pytest.mark.parametrize(("dtype", "path", "cache_dtype"), E4M3_KERNELS)
 @pytest.mark.parametrize(
     ("batch", "budget", "heads", "rows"), [(2, 16, 64, 2500), (1, 16, 8, 5000), (3, 64, 8, 300)]
 )
-def test_scales_of_an_e4m3_cache(rng, dtype, path, batch, budget, heads, rows):
+def test_scales_of_an_e4m3_cache(rng, dtype, path, cache_dtype, batch, budget, heads, rows):
     """Layers of their own scale, in tiles that one block does and in tiles that are cut between many."""
-    scaled = {"cache_scale": checks.random_scale(rng, checks.E4M3, 2)}
+    scaled = {"cache_scale": checks.random_scale(rng, cache_dtype, 2)}
     sizes = dict(batch=batch, budget=budget, heads=heads, rows=rows, depth=8)
-    inputs = checks.random_attention(rng, dtype, **sizes, cache_dtype=checks.E4M3, **scaled)
+    inputs = checks.random_attention(rng, dtype, **sizes, cache_dtype=cache_dtype, **scaled)
     for layer in range(2):
         checks.check_verify_attn(*inputs, scale=SCALE, layer=layer, path=path, **scaled)
 
 
-@pytest.mark.parametrize("prefix", [31, 32, 33, 63, 64, 65, 95, 97])
-def test_few_steps_of_an_e4m3_cache(rng, prefix):
-    """Runs of one, two and three steps: the rows of two steps are on their way at once."""
+@pytest.mark.parametrize("rows", [120, 192, 230])
+@pytest.mark.parametrize("prefix", [31, 32, 33, 63, 64, 65, 95, 97, 116])
+@pytest.mark.parametrize(("dtype", "path", "cache_dtype"), E4M3_KERNELS)
+def test_few_steps_of_an_e4m3_cache(rng, dtype, path, cache_dtype, prefix, rows):
+    """Runs of one to four steps, in caches that end in a step and after one."""
     inputs = checks.random_attention(
-        rng, _BF16, batch=1, budget=3, heads=8, rows=120, lengths=[prefix], cache_dtype=checks.E4M3
+        rng, dtype, batch=1, budget=3, heads=8, rows=rows, lengths=[prefix], cache_dtype=cache_dtype
     )
-    checks.check_verify_attn(*inputs, scale=SCALE, layer=0)
+    checks.check_verify_attn(*inputs, scale=SCALE, layer=int(rng.integers(0, 2)), path=path)

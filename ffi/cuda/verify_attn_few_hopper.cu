@@ -4,7 +4,8 @@
 // columns of the other, and scores and output come out transposed. So a query takes a quarter of the shared memory that
 // 64 rows would, the tensor cores do no work for rows that are not there, and all of the output is one warpgroup's.
 // What is left of shared memory are buffers for tiles: while one is multiplied, two are on their way. A tile's rotary
-// numbers, which only the scores need, have a buffer of their own.
+// numbers, which only the scores need, have a buffer of their own. Rows of e4m3 come by warps that widen them
+// (verify_widen_hopper.h), to two buffers: what limits then is no longer memory.
 #include <cuda.h>
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
@@ -19,6 +20,7 @@
 #include "ffi/cuda/verify_cluster.h"
 #include "ffi/cuda/verify_plan.h"
 #include "ffi/cuda/verify_segments.h"
+#include "ffi/cuda/verify_widen_hopper.h"
 #include "ffi/ddtree.h"
 
 namespace ddtree {
@@ -27,15 +29,19 @@ namespace {
 constexpr int kWarps = 4;  // that compute
 constexpr int kComputeThreads = kWarps * 32;
 // And a warp that loads latents, one that loads rotary numbers, one that plans and one that lists what is to be merged.
-constexpr int kThreads = kComputeThreads + 4 * 32;
+// Or, where the cache is of e4m3, eight warps that widen it; those that compute do the rest.
+constexpr int kWideners = 8;
+template <typename Cache>
+constexpr int kThreads = kComputeThreads + (sizeof(Cache) == 2 ? 4 : kWideners) * 32;
 constexpr int kBoxes = DDTREE_ROW_DIM / 64;
 constexpr int kLatentBoxes = DDTREE_LATENT_DIM / 64;
 constexpr uint32_t kGroup = 1;  // the named barrier of those that compute
 
-template <int kRows>
+template <int kRows, typename Cache>
 struct Shared {
-  static constexpr int kBuffers = kRows <= 16 ? 3 : 2;
-  static constexpr int kRotaries = kRows <= 16 ? 1 : 2;
+  static constexpr bool kBf16 = sizeof(Cache) == 2;
+  static constexpr int kBuffers = kRows <= 16 && kBf16 ? 3 : 2;
+  static constexpr int kRotaries = kRows <= 16 && kBf16 ? 1 : 2;
   uint8_t query[kBoxes][kRows * 128];
   uint8_t latents[kBuffers][kLatentBoxes][sm90::kBoxBytes];
   uint8_t rotary[kRotaries][sm90::kBoxBytes];
@@ -53,11 +59,12 @@ struct Shared {
   uint64_t planned[2];  // what lies there is new, from the second segment on
   Run run;
   int needed[kTries];
+  float score_scale, value_scale;  // of an e4m3 cache: what multiplies scores, then the output
 };
 
 // Calls `load` for each segment of the block's run, of which there is one in a cluster, as one thread that loads.
 template <bool kCluster, int kRows, typename Load>
-__device__ __forceinline__ void for_segments(const Problem& p, Shared<kRows>& s, const Load& load) {
+__device__ __forceinline__ void for_segments(const Problem& p, Shared<kRows, __nv_bfloat16>& s, const Load& load) {
   for (uint32_t number = 0; !kCluster || number < 1; ++number) {
     if (number >= 1) sm90::wait(&s.planned[number % 2], (number - 1) / 2 % 2);
     const Segment& segment = s.segments[number % 2];
@@ -66,20 +73,27 @@ __device__ __forceinline__ void for_segments(const Problem& p, Shared<kRows>& s,
   }
 }
 
+template <int kRows, typename Cache>
+__device__ __forceinline__ void load_query(const Problem& p, Shared<kRows, Cache>& s, const CUtensorMap* query_map,
+                                           uint32_t number, int request) {
+  const int rows = p.nodes * p.heads;
+  sm90::wait(&s.query_empty, number % 2 ^ 1);
+  sm90::arrive_expecting(&s.query_full, kBoxes * rows * 128);
+  for (int box = 0; box < kBoxes; ++box) {
+    sm90::load_box(s.query[box], query_map, &s.query_full, request * rows, box, 0);
+  }
+}
+
 template <bool kCluster, int kRows>
-__device__ void load_latents(const Problem& p, Shared<kRows>& s, const CUtensorMap* query_map,
+__device__ void load_latents(const Problem& p, Shared<kRows, __nv_bfloat16>& s, const CUtensorMap* query_map,
                              const CUtensorMap* cache_map) {
-  constexpr int kBuffers = Shared<kRows>::kBuffers;
-  const int layer = layer_of(p.layer, p.layers), rows = p.nodes * p.heads;
+  constexpr int kBuffers = Shared<kRows, __nv_bfloat16>::kBuffers;
+  const int layer = layer_of(p.layer, p.layers);
   int buffer = 0;
   uint32_t phase = 0;
   for_segments<kCluster>(p, s, [&](uint32_t number, const Segment& segment) {
     const int request = segment.request, plane = layer * p.batch + request, end_step = segment.end_step;
-    sm90::wait(&s.query_empty, number % 2 ^ 1);
-    sm90::arrive_expecting(&s.query_full, kBoxes * rows * 128);
-    for (int box = 0; box < kBoxes; ++box) {
-      sm90::load_box(s.query[box], query_map, &s.query_full, request * rows, box, 0);
-    }
+    load_query(p, s, query_map, number, request);
     for (int step = segment.step; step < end_step; ++step) {
       sm90::wait(&s.empty[buffer], phase ^ 1);
       for (int half = 0; half < 2; ++half) {
@@ -94,8 +108,8 @@ __device__ void load_latents(const Problem& p, Shared<kRows>& s, const CUtensorM
 }
 
 template <bool kCluster, int kRows>
-__device__ void load_rotary(const Problem& p, Shared<kRows>& s, const CUtensorMap* cache_map) {
-  constexpr int kRotaries = Shared<kRows>::kRotaries;
+__device__ void load_rotary(const Problem& p, Shared<kRows, __nv_bfloat16>& s, const CUtensorMap* cache_map) {
+  constexpr int kRotaries = Shared<kRows, __nv_bfloat16>::kRotaries;
   const int layer = layer_of(p.layer, p.layers);
   uint32_t tile = 0;
   for_segments<kCluster>(p, s, [&](uint32_t, const Segment& segment) {
@@ -107,6 +121,29 @@ __device__ void load_rotary(const Problem& p, Shared<kRows>& s, const CUtensorMa
                      kLatentBoxes, plane);
     }
   });
+}
+
+// What the warps that widen e4m3 do, of which this is `warp`.
+template <int kRows>
+__device__ __forceinline__ void widen_whole_tiles(const Problem& p, Shared<kRows, uint8_t>& s,
+                                                  const CUtensorMap* query_map, int warp, int lane) {
+  const auto load = [&](uint32_t number, const Segment& segment) {
+    load_query(p, s, query_map, number, segment.request);
+  };
+  const auto whole = [](uint32_t, int) { return 0; };
+  const auto widen = [&](uint32_t tile, const widening::Piece<kWideners>& piece, int, int warp, int lane) {
+    const int buffer = tile % 2;
+    sm90::wait(&s.empty[buffer], tile / 2 % 2 ^ 1);
+    sm90::wait(&s.rotary_empty[buffer], tile / 2 % 2 ^ 1);
+    piece.store(s.latents[buffer][0], s.rotary[buffer], 0, warp, lane);
+    sm90::fence_writes();
+    __syncwarp();
+    if (lane == 0) {
+      for (int half = 0; half < 2; ++half) sm90::arrive(&s.full[buffer][half]);
+      sm90::arrive(&s.rotary_full[buffer]);
+    }
+  };
+  widening::widen_tiles<kWideners>(p, s, warp, lane, load, whole, widen);
 }
 
 // Two columns' weights of a thread's upper or lower row.
@@ -124,9 +161,10 @@ __device__ __forceinline__ float over_warps(const float (&x)[kWarps], const Add&
 // What the warpgroup does. Of a product's 64 rows a thread holds warp * 16 + lane / 4 and the one 8 below; of its
 // columns, which are query rows, 8 n + lane % 4 * 2 and the next one. A thread's column i is i / 2 * 8 + lane % 4 * 2 +
 // i % 2.
-template <int kRows, bool kCluster>
-__device__ __forceinline__ void attend_rows(const Problem& p, Shared<kRows>& s, int thread) {
-  constexpr int kBuffers = Shared<kRows>::kBuffers, kRotaries = Shared<kRows>::kRotaries;
+template <int kRows, bool kCluster, typename Cache>
+__device__ __forceinline__ void attend_rows(const Problem& p, Shared<kRows, Cache>& s, int thread) {
+  constexpr bool kBf16 = Shared<kRows, Cache>::kBf16;
+  constexpr int kBuffers = Shared<kRows, Cache>::kBuffers, kRotaries = Shared<kRows, Cache>::kRotaries;
   constexpr int kColumns = kRows / 4;
   const int warp = thread / 32, lane = thread % 32;
   const auto query_row = [&](int column) { return column / 2 * 8 + lane % 4 * 2 + column % 2; };
@@ -138,6 +176,10 @@ __device__ __forceinline__ void attend_rows(const Problem& p, Shared<kRows>& s, 
   for (uint32_t number = 0;; ++number) {
     const Segment& segment = s.segments[number % 2];
     if (segment.request == p.batch) return;
+    if (!kBf16 && thread == 0) {  // all others are busy
+      if (number >= 1) sm90::wait(&s.finished, (number - 1) % 2);
+      plan_segment(p, s, number + 1);
+    }
     const int length = segment.length, end_step = segment.end_step;
     float out[kLatentBoxes][kRows / 2], maximum[kColumns], sum[kColumns];
 #pragma unroll
@@ -183,7 +225,9 @@ __device__ __forceinline__ void attend_rows(const Problem& p, Shared<kRows>& s, 
       if (++rotary == kRotaries) rotary = 0, rotary_phase ^= 1;
 
 #pragma unroll
-      for (int i = 0; i < kRows / 2; ++i) score[i] = (score[i] + other[i]) * p.log2_scale;
+      for (int i = 0; i < kRows / 2; ++i) {
+        score[i] = (score[i] + other[i]) * (kBf16 ? p.log2_scale : s.score_scale);
+      }
       const int key = step * kHopperStep;
       if (__builtin_expect(key + kHopperStep > length, 0)) {
         // A node's row may be NaN, and nodes that do not see it multiply it by zero; by now it has made the scores of
@@ -315,7 +359,8 @@ __device__ __forceinline__ void attend_rows(const Problem& p, Shared<kRows>& s, 
 #pragma unroll
     for (int n = 0; n < kRows / 8; ++n) {
       const int row = n * 8 + lane % 4 * 2 + odd;
-      const float total = over_warps(s.sums[row], [](float x, float y) { return x + y; }), inverse = 1.0f / total;
+      const float total = over_warps(s.sums[row], [](float x, float y) { return x + y; });
+      const float inverse = (kBf16 ? 1.0f : s.value_scale) / total;
       float down[2] = {};
       if (!whole) {
         float up[2];
@@ -356,25 +401,27 @@ __device__ __forceinline__ void attend_rows(const Problem& p, Shared<kRows>& s, 
   }
 }
 
-template <int kRows, bool kCluster>
-__global__ void __launch_bounds__(kThreads, 1)
+template <int kRows, bool kCluster, typename Cache>
+__global__ void __launch_bounds__(kThreads<Cache>, 1)
     attend_few(const Problem p, const __grid_constant__ CUtensorMap query_map,
                const __grid_constant__ CUtensorMap cache_map) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
   extern __shared__ __align__(1024) uint8_t memory[];
-  Shared<kRows>& s = *reinterpret_cast<Shared<kRows>*>(memory);
+  using Own = Shared<kRows, Cache>;
+  Own& s = *reinterpret_cast<Own*>(memory);
   const int thread = threadIdx.x, warp = __shfl_sync(~0u, thread / 32, 0);
   if (kCluster && thread == kComputeThreads) {
     s.segments[0] = cluster_segment(p, blockIdx.x, cluster::size(), false);
   } else if (thread == kComputeThreads + 32) {
     sm90::prefetch(&query_map);
     sm90::prefetch(&cache_map);
-    for (int i = 0; i < Shared<kRows>::kBuffers; ++i) {
-      for (int half = 0; half < 2; ++half) sm90::init_barrier(&s.full[i][half], 1);
+    constexpr int kLoaders = Own::kBf16 ? 1 : kWideners;
+    for (int i = 0; i < Own::kBuffers; ++i) {
+      for (int half = 0; half < 2; ++half) sm90::init_barrier(&s.full[i][half], kLoaders);
       sm90::init_barrier(&s.empty[i], kWarps);
     }
-    for (int i = 0; i < Shared<kRows>::kRotaries; ++i) {
-      sm90::init_barrier(&s.rotary_full[i], 1);
+    for (int i = 0; i < Own::kRotaries; ++i) {
+      sm90::init_barrier(&s.rotary_full[i], kLoaders);
       sm90::init_barrier(&s.rotary_empty[i], kWarps);
     }
     for (int i = 0; i < 2; ++i) sm90::init_barrier(&s.planned[i], 1);
@@ -382,6 +429,9 @@ __global__ void __launch_bounds__(kThreads, 1)
     sm90::init_barrier(&s.query_empty, kWarps);
     sm90::init_barrier(&s.finished, kComputeThreads);
     sm90::fence_barrier_init();
+  } else if (!Own::kBf16 && thread == kComputeThreads + 64) {
+    s.value_scale = layer_scale(p.cache_scale, p.layer, p.layers);
+    s.score_scale = p.log2_scale * s.value_scale;
   } else if (warp < kWarps) {
     // Rows that no load fills: whatever memory held would make the others wait.
     const int rows = p.nodes * p.heads, chunks = (kRows - rows) * 8;
@@ -396,15 +446,22 @@ __global__ void __launch_bounds__(kThreads, 1)
   }
   __syncthreads();
   if (warp < kWarps) {
+    if constexpr (!Own::kBf16) {
+      sm90::take_registers<240>();
+      list_cut_tiles(p, s.run, warp, kWarps, thread % 32);  // nothing else can be done until rows have been widened
+    }
     attend_rows<kRows, kCluster>(p, s, thread);
     if (kCluster) merge_cluster<kWarps>(p, s.segments[0], reinterpret_cast<const Left*>(s.latents), thread);
+  } else if constexpr (!Own::kBf16) {
+    sm90::give_registers<128>();
+    widen_whole_tiles(p, s, &query_map, warp - kWarps, thread % 32);
   } else if (thread == kComputeThreads) {
     load_latents<kCluster>(p, s, &query_map, &cache_map);
   } else if (thread == kComputeThreads + 32) {
     load_rotary<kCluster>(p, s, &cache_map);
   } else if (!kCluster && thread == kComputeThreads + 64) {
     plan_segments(p, s);
-  } else if (!kCluster && warp == kThreads / 32 - 1) {
+  } else if (!kCluster && warp == kThreads<Cache> / 32 - 1) {
     list_cut_tiles(p, s.run, 0, 1, thread % 32);
   }
 #else
@@ -412,24 +469,31 @@ __global__ void __launch_bounds__(kThreads, 1)
 #endif
 }
 
-template <int kRows>
+template <int kRows, bool kCluster, typename Cache>
 int launch(const Problem& p, int blocks, int size, cudaStream_t stream) {
-  static_assert(sizeof(Shared<kRows>) <= 227 * 1024, "what a block may have");
-  static_assert(sizeof(Left) <= sizeof(Shared<kRows>::latents), "a cluster's block leaves its output in their place");
-  CUtensorMap query_map, cache_map;
+  using Own = Shared<kRows, Cache>;
+  static_assert(sizeof(Own) <= 227 * 1024, "what a block may have");
+  static_assert(sizeof(Left) <= sizeof(Own::latents), "a cluster's block leaves its output in their place");
+  CUtensorMap query_map, cache_map{};
   if (!encode_query(p, p.nodes * p.heads, 1, &query_map) ||
-      !encode_cache(p, kHopperStep, 1, &cache_map)) {
+      (Own::kBf16 && !encode_cache(p, kHopperStep, 1, &cache_map))) {
     return ddtree::refused();
   }
-  const auto kernel = size > 0 ? attend_few<kRows, true> : attend_few<kRows, false>;
-  return launch_clusters(kernel, kThreads, sizeof(Shared<kRows>), blocks, size > 0 ? size : 1, stream, p, query_map,
-                         cache_map);
+  return launch_clusters(attend_few<kRows, kCluster, Cache>, kThreads<Cache>, sizeof(Own), blocks, size, stream, p,
+                         query_map, cache_map);
+}
+
+template <int kRows>
+int launch_rows(const Problem& p, int blocks, int size, cudaStream_t stream) {
+  if (p.e4m3) return launch<kRows, false, uint8_t>(p, blocks, 1, stream);
+  return size > 0 ? launch<kRows, true, __nv_bfloat16>(p, blocks, size, stream)
+                  : launch<kRows, false, __nv_bfloat16>(p, blocks, 1, stream);
 }
 
 }  // namespace
 
 int attend_few_hopper(const Problem& p, int blocks, int size, cudaStream_t stream) {
-  return p.nodes * p.heads <= 16 ? launch<16>(p, blocks, size, stream) : launch<32>(p, blocks, size, stream);
+  return p.nodes * p.heads <= 16 ? launch_rows<16>(p, blocks, size, stream) : launch_rows<32>(p, blocks, size, stream);
 }
 
 }  // namespace ddtree

@@ -1,4 +1,4 @@
-// verify_attn in bfloat16 for Hopper: TMA loads and warpgroup products.
+// verify_attn in bfloat16 for Hopper, over a cache of bfloat16 or e4m3: TMA loads and warpgroup products.
 //
 // A block keeps 64 query rows in shared memory and walks the cache 64 rows at a time, through two buffers that one warp
 // fills by TMA, half a tile at a time. The output is 64 x 512 floats, half of all registers, so two warpgroups hold 256
@@ -16,7 +16,7 @@
 // first one's tile. Where one waits for the other, it is told ahead: of the first one's scores before the last of them,
 // and the second one's own product stands in line before its weights are published. A buffer is freed by halves, as
 // each warpgroup is done with its columns; a tile's halves are filled and multiplied in the order in which they are
-// freed.
+// freed. Rows of e4m3 come by a warpgroup that widens them (verify_widen_hopper.h).
 #include <cuda.h>
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
@@ -42,7 +42,6 @@ namespace {
 constexpr int kGroupThreads = 128;
 constexpr int kComputeThreads = 2 * kGroupThreads;
 constexpr int kThreads = 3 * kGroupThreads;  // and one that loads, whose registers the others take
-static_assert(widening::kWarps * 32 == kGroupThreads, "or widens e4m3");
 constexpr int kBoxes = DDTREE_ROW_DIM / 64;     // of a tile
 constexpr int kHalfBoxes = DDTREE_LATENT_DIM / 128;
 constexpr int kColumns = DDTREE_LATENT_DIM / 2;  // of a warpgroup
@@ -51,7 +50,6 @@ constexpr int kDepths = DDTREE_ROW_DIM / 16;     // products that make a tile's 
 template <typename Cache>
 constexpr int kHeld = sizeof(Cache) == 2 ? 6 : 0;
 constexpr int kHandOver = 2;   // boxes from the end of its scores, when the first warpgroup tells the second
-constexpr int kAhead = 3;      // steps by which the L2 cache is asked before a load
 constexpr int kManyTiles = 8;  // of a request, from which on that pays
 constexpr int kTileBytes = kBoxes * sm90::kBoxBytes;
 static_assert(kTileRows == 64 && kHopperStep == 64, "a box has 64 rows");
@@ -109,7 +107,7 @@ template <typename Cache>
 __device__ __forceinline__ void init_load_barriers(Shared& s) {
   for (int buffer = 0; buffer < 2; ++buffer) {
     for (int half = 0; half < 2; ++half) {
-      sm90::init_barrier(&s.full[buffer][half], sizeof(Cache) == 2 ? 1 : widening::kWarps);
+      sm90::init_barrier(&s.full[buffer][half], sizeof(Cache) == 2 ? 1 : kGroupThreads / 32);
       sm90::init_barrier(&s.empty[buffer][half], kGroupThreads / 32);
     }
   }
@@ -248,6 +246,26 @@ __device__ void load_tiles(const Problem& p, Shared& s, const Maps& maps) {
   }
 }
 
+// What the warps that widen do, of which this is `warp`.
+__device__ __forceinline__ void widen_halves(const Problem& p, Shared& s, const Maps& maps, int warp, int lane) {
+  constexpr int kWarps = kGroupThreads / 32;
+  const auto load_query = [&](uint32_t number, const Segment& segment) {
+    sm90::wait(&s.query_empty, number % 2 ^ 1);
+    sm90::arrive_expecting(&s.query_full, kTileBytes);
+    sm90::load_box(s.query, &maps.query, &s.query_full, query_row(p, segment.request, segment.tile), 0, 0);
+  };
+  const auto half_of = [](uint32_t tile, int i) { return i ^ static_cast<int>(tile % 2); };
+  const auto widen = [&](uint32_t tile, const widening::Piece<kWarps>& piece, int half, int warp, int lane) {
+    const int buffer = tile % 2;
+    sm90::wait(&s.empty[buffer][half], tile / 2 % 2 ^ 1);
+    piece.store(s.keys[buffer], s.keys[buffer] + (kBoxes - 1) * sm90::kBoxBytes, half, warp, lane);
+    sm90::fence_writes();
+    __syncwarp();
+    if (lane == 0) sm90::arrive(&s.full[buffer][half]);
+  };
+  widening::widen_tiles<kWarps>(p, s, warp, lane, load_query, half_of, widen);
+}
+
 // What a cluster's block does before its threads part. Its first tile is asked for before lengths have been read; the
 // query as soon as all blocks' barriers are there, a box by each block for all of them.
 //
@@ -327,8 +345,8 @@ __device__ __forceinline__ void clear_not_finite(uint8_t* keys, int first, int e
 template <int kSide, int kHalf, bool kFirst, typename Cache>
 __device__ __forceinline__ void start_scores(Shared& s, uint32_t tile, const uint32_t (&held)[kHeld<Cache> + 1][4],
                                              float (&score)[32]) {
-  constexpr bool kWide = sizeof(Cache) == 2;
-  constexpr int kEnd = kWide ? end_box(kHalf) : first_box(kHalf) + kHalfBoxes + !kFirst;
+  constexpr bool kBf16 = sizeof(Cache) == 2;
+  constexpr int kEnd = kBf16 ? end_box(kHalf) : first_box(kHalf) + kHalfBoxes + !kFirst;
   const uint64_t query = sm90::along_rows(sm90::shared_address(s.query));
   const uint64_t keys = sm90::along_rows(sm90::shared_address(s.keys[kSide]));
   sm90::wait(&s.full[kSide][kHalf], tile / 2 % 2);
@@ -460,7 +478,7 @@ __device__ __forceinline__ void attend_side(const Problem& p, Shared& s, int thr
   const int warp = thread / 32, lane = thread % 32;
   const int upper = warp * 16 + lane / 4;  // the thread's rows are this one and the one 8 below
   uint32_t tile = 0;                       // of the block's run
-  constexpr bool kWide = sizeof(Cache) == 2;
+  constexpr bool kBf16 = sizeof(Cache) == 2;
   uint32_t held[kHeld<Cache> + 1][4];  // the last one is never used, since there is no array of none
   float score[32];
   const auto hold_query = [&](uint32_t number) {
@@ -518,7 +536,7 @@ __device__ __forceinline__ void attend_side(const Problem& p, Shared& s, int thr
 #pragma unroll
     for (int i = 0; i < kColumns / 2; ++i) out[i] = 0;
     sm90::wait(&s.finished, number % 2 ^ 1);  // nobody still reads sums or stored rows of the segment before
-    if (!kWide && kSide == 1 && thread == 0) plan_segment(p, s, number + 1);  // all others are busy
+    if (!kBf16 && kSide == 1 && thread == 0) plan_segment(p, s, number + 1);  // all others are busy
     if (first % 2 != kSide && first + 1 == end && lane == 0) sm90::arrive(&s.query_empty);  // it multiplies none
 
     // The tile of the other warpgroup: its weights times this one's columns. The other one has seen the tile arrive.
@@ -550,7 +568,7 @@ __device__ __forceinline__ void attend_side(const Problem& p, Shared& s, int thr
     const auto own_tile = [&] {
       if (tile + 2 >= end && lane == 0) sm90::arrive(&s.query_empty);
 #pragma unroll
-      for (int i = 0; i < 32; ++i) score[i] *= kWide ? p.log2_scale : s.score_scale;
+      for (int i = 0; i < 32; ++i) score[i] *= kBf16 ? p.log2_scale : s.score_scale;
       if (__builtin_expect(static_cast<int>(tile) >= masked, 0)) {
         // Of a row that is not finite no score is.
         bool broken = false;
@@ -689,7 +707,7 @@ __device__ __forceinline__ void attend_side(const Problem& p, Shared& s, int thr
       if (whole) {
         const int64_t index = static_cast<int64_t>(segment.request) * p.nodes * p.heads + query_row;
         __nv_bfloat16* to = p.out + index * DDTREE_LATENT_DIM + kSide * kColumns;
-        const float scale = kWide ? 1.0f : s.value_scale;
+        const float scale = kBf16 ? 1.0f : s.value_scale;
         const float inverse[2] = {reciprocal(total[0]) * scale, reciprocal(total[1]) * scale};
         const auto pair = [&](int half, float x, float y) { return pack(x * inverse[half], y * inverse[half]); };
         store_rows<__nv_bfloat16>(out, staging, lane, real, {to, to + 8 * DDTREE_LATENT_DIM}, pair);
@@ -738,7 +756,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   extern __shared__ __align__(1024) uint8_t memory[];
   Shared& s = *reinterpret_cast<Shared*>(memory);
   const int thread = threadIdx.x, lane = thread % 32;
-  constexpr bool kWide = sizeof(Cache) == 2;
+  constexpr bool kBf16 = sizeof(Cache) == 2;
   if (kCluster) {
     start_cluster_block(p, s, maps, thread);
     __syncthreads();
@@ -747,19 +765,19 @@ __global__ void __launch_bounds__(kThreads, 1)
       s.guess = guess_start(p);
     } else if (thread == kComputeThreads + 32) {
       sm90::prefetch(&maps.query);
-      for (int half = 0; half < 2 && kWide; ++half) sm90::prefetch(&maps.halves[half]);
+      for (int half = 0; half < 2 && kBf16; ++half) sm90::prefetch(&maps.halves[half]);
     } else if (thread == kComputeThreads + 64) {
       init_load_barriers<Cache>(s);
       init_barriers(s);
-    } else if (!kWide && thread == kComputeThreads + 96) {
+    } else if (!kBf16 && thread == kComputeThreads + 96) {
       s.value_scale = layer_scale(p.cache_scale, p.layer, p.layers);
       s.score_scale = p.log2_scale * s.value_scale;
     }
     start_run<true>(p, s.needed, &s.run);
     // Not before lengths are there, or the plan would wait for them behind these loads. To issue them takes as long as
     // the rest of the plan: nobody waits for this thread.
-    if (thread == kComputeThreads && kWide) load_guess(p, s, maps);
-    if (thread == kComputeThreads && !kWide && s.guess.request < p.batch) {
+    if (thread == kComputeThreads && kBf16) load_guess(p, s, maps);
+    if (thread == kComputeThreads && !kBf16 && s.guess.request < p.batch) {
       widening::prefetch_step(widening::first_row(p, s.guess.request, s.guess.step),
                               p.rows - s.guess.step * kHopperStep);
     }
@@ -772,22 +790,21 @@ __global__ void __launch_bounds__(kThreads, 1)
   // As the compiler must know, a warpgroup goes one way.
   const int group = __shfl_sync(~0u, thread / kGroupThreads, 0);
   if (group == 2) {
-    sm90::give_registers<kWide ? 24 : 72>();
+    sm90::give_registers<kBf16 ? 24 : 72>();
     if (kCluster) {
       if (thread == kComputeThreads) {
         uint32_t tile = 1;
         load_steps(s, maps, s.plane, s.share.step, s.share.end_step, 1, 0, &tile);
       }
       if (thread >= kComputeThreads + 96) fetch_ancestors(p, s, lane);
-    } else if (kWide) {
+    } else if (kBf16) {
       if (thread == kComputeThreads) load_tiles(p, s, maps);
       if (thread == kComputeThreads + 32) plan_segments(p, s);
     } else {
-      const int warp = __shfl_sync(~0u, thread / 32, 0) - kComputeThreads / 32;
-      widening::widen_tiles<kAhead>(p, s, &maps.query, warp, lane);
+      widen_halves(p, s, maps, __shfl_sync(~0u, thread / 32, 0) - kComputeThreads / 32, lane);
     }
   } else {
-    sm90::take_registers<kWide ? 240 : 216>();
+    sm90::take_registers<kBf16 ? 240 : 216>();
     float out[kColumns / 2], maximum[2];
     if (group == 0) {
       attend_side<0, kCluster, Cache>(p, s, thread, out, maximum);
@@ -864,9 +881,9 @@ int hopper_cluster(const Problem& p, int device, int processors) {
 }
 
 int attend_hopper(const Problem& p, int blocks, int size, cudaStream_t stream) {
-  if (p.e4m3) return launch<false, uint8_t>(p, blocks, 1, stream);
   if (size > 0) blocks = size * p.batch * shape_tiles(p.nodes, p.heads);
   if (p.nodes * p.heads <= kFewRows) return attend_few_hopper(p, blocks, size, stream);
+  if (p.e4m3) return launch<false, uint8_t>(p, blocks, 1, stream);
   return size > 0 ? launch<true, __nv_bfloat16>(p, blocks, size, stream)
                   : launch<false, __nv_bfloat16>(p, blocks, 1, stream);
 }

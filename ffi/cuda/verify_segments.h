@@ -14,6 +14,8 @@ namespace ddtree {
 // costs no precision, and the output need not shrink.
 constexpr float kSlack = 8;
 
+constexpr int kAhead = 3;  // steps by which the L2 cache is asked before a load
+
 // The first row of a tile of a request's queries.
 __device__ __forceinline__ int query_row(const Problem& p, int request, int tile) {
   return request * p.nodes * p.heads + tile * kTileRows;

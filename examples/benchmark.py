@@ -237,6 +237,9 @@ def _cases(full):
     for batch, prefix, heads in shapes:
         for nodes in (1, 17, 65):
             yield "verify_attn", functools.partial(_verify_attn, full, batch, prefix, heads, nodes)
+    for *sizes, nodes in [(8, 32768, 16, 1), (8, 8192, 64, 17)] if full else [(1, 512, 4, 17)]:
+        case = functools.partial(_verify_attn, full, *sizes, nodes, cache_dtype="float8_e4m3fn")
+        yield "verify_attn", case
 
     for tokens in (8, 17, 33):
         yield "expert_mlp", functools.partial(_expert_mlp, full, tokens)
@@ -355,7 +358,7 @@ def _commit(layers, batch):
     return Row("commit_path", f"layers {layers} B {batch} path 8 bf16", time, floor)
 
 
-def _verify_attn(full, batch, prefix, heads, nodes):
+def _verify_attn(full, batch, prefix, heads, nodes, cache_dtype=None):
     import jax
     import jax.numpy as jnp
 
@@ -363,7 +366,7 @@ def _verify_attn(full, batch, prefix, heads, nodes):
 
     dtype = "bfloat16" if full else "float32"
     query = _random((batch, nodes, heads, 576), dtype)
-    cache = _random((1, batch, prefix + nodes, 576), dtype, 1)
+    cache = _random((1, batch, prefix + nodes, 576), dtype, 1).astype(cache_dtype or dtype)
     lengths = jnp.full((batch,), prefix, jnp.int32)
     tree = _tree(batch, nodes - 1)
 
@@ -371,7 +374,7 @@ def _verify_attn(full, batch, prefix, heads, nodes):
         return verify_attn(query, cache, lengths, tree, scale=0.1447, layer=0)
 
     def plain(query, cache, lengths, tree):
-        rows = cache[0]
+        rows = cache[0].astype(query.dtype)
         scores = jnp.einsum("bnhd,bsd->bnhs", query, rows, preferred_element_type=jnp.float32)
         bits = jnp.arange(nodes)
         words = jnp.take(tree.ancestors, bits // 32, axis=2)
@@ -386,7 +389,8 @@ def _verify_attn(full, batch, prefix, heads, nodes):
     scores = batch * nodes * heads * (prefix + nodes) * 4
     return Row(
         "verify_attn",
-        f"B {batch} P {prefix} H {heads} N {nodes} {'bf16' if full else 'f32'}",
+        f"B {batch} P {prefix} H {heads} N {nodes} {'bf16' if full else 'f32'}"
+        + (", cache e4m3" if cache_dtype else ""),
         _per_call(step, *operands),
         floor,
         _per_call(plain, *operands, calls=1) if scores < 4e9 else None,

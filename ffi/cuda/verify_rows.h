@@ -16,7 +16,6 @@
 #include "ffi/cuda/ptx.h"
 #include "ffi/cuda/sm90.h"
 #include "ffi/cuda/verify_attn.h"
-#include "ffi/cuda/verify_widen.h"
 #include "ffi/ddtree.h"
 
 namespace ddtree {
@@ -101,11 +100,31 @@ __device__ __forceinline__ uint32_t landing_of(int number) {
   return sizeof(Cache) == 2 ? place * kStageBytes : kStageBytes + place * (kStageBytes / 2);
 }
 
+// Two e4m3 numbers, in the high bytes of the halves of `spread`, as bfloat16: as bits of bfloat16 they are too small by
+// 2^120, subnormals included. NaN comes out as 480, which is no e4m3 number.
+__device__ __forceinline__ uint32_t widen_pair(uint32_t spread) {
+  const uint32_t bits = (spread & 0x80008000u) | (spread >> 4 & 0x07f007f0u);
+  const __nv_bfloat162 power = __halves2bfloat162(__ushort_as_bfloat16(0x7b80), __ushort_as_bfloat16(0x7b80));
+  const __nv_bfloat162 pair = __hmul2(*reinterpret_cast<const __nv_bfloat162*>(&bits), power);
+  return *reinterpret_cast<const uint32_t*>(&pair);
+}
+
+// Makes 480 NaN.
+__device__ __forceinline__ uint32_t restore_nan(uint32_t pair) {
+  if ((pair & 0x7fffu) == 0x43f0u) pair |= 0x7f80u;
+  if ((pair & 0x7fff0000u) == 0x43f00000u) pair |= 0x7f800000u;
+  return pair;
+}
+
 // Spreads 8 numbers from `from` into the 16-byte chunk at `to`.
 __device__ __forceinline__ void widen_chunk(const uint8_t* from, uint8_t* to) {
   const uint2 x = *reinterpret_cast<const uint2*>(from);
-  uint4 y = widen_eight(x);
-  if (nan_bits(x) & 0x80808080u) y = restore_nan(y);
+  uint4 y = make_uint4(widen_pair(__byte_perm(x.x, 0, 0x1404)), widen_pair(__byte_perm(x.x, 0, 0x3424)),
+                       widen_pair(__byte_perm(x.y, 0, 0x1404)), widen_pair(__byte_perm(x.y, 0, 0x3424)));
+  // A byte of 0x7f or 0xff carries into its eighth bit.
+  if ((((x.x & 0x7f7f7f7fu) + 0x01010101u) | ((x.y & 0x7f7f7f7fu) + 0x01010101u)) & 0x80808080u) {
+    y = make_uint4(restore_nan(y.x), restore_nan(y.y), restore_nan(y.z), restore_nan(y.w));
+  }
   *reinterpret_cast<uint4*>(to) = y;
 }
 

@@ -63,10 +63,17 @@ def test_modes_agree_on_random_models(rng):
             assert ties <= 2 and rounds["ddtree"] < rounds["ar"]
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_modes_agree_on_the_demo(dtype):
+@pytest.mark.parametrize(
+    ("dtype", "cache_dtype"),
+    [
+        pytest.param("float32", None, id="float32"),
+        pytest.param("bfloat16", None, id="bfloat16"),
+        pytest.param("bfloat16", "float8_e4m3fn", id="bfloat16-e4m3"),
+    ],
+)
+def test_modes_agree_on_the_demo(dtype, cache_dtype):
     with jax.default_matmul_precision("highest"):
-        target = load_target(demo.TARGET, dtype=dtype)
+        target = load_target(demo.TARGET, dtype=dtype, cache_dtype=cache_dtype)
         drafter = load_drafter(demo.DRAFTER, target, dtype=dtype)
         tokenizer = load_tokenizer(demo.TARGET)
         prompts = [tokenizer.encode(text)[:64] for text in demo.prompts()[:16]]

@@ -65,7 +65,7 @@ typedef enum {
 typedef enum {
   DDTREE_PATH_AUTO = 0,
   DDTREE_PATH_PORTABLE = 1,  // sm_80 and up
-  // sm_90a's code on sm_90 alone, and not for an e4m3 cache: refused elsewhere, and taken by AUTO where it can be.
+  // sm_90a's code on sm_90 alone: refused elsewhere, and taken by AUTO where it can be.
   DDTREE_PATH_HOPPER = 2,
 } ddtree_path;
 

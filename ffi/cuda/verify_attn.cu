@@ -8,8 +8,9 @@
 // does their softmax, and gives the weights back as the fragments that the second product takes. Each warp has the
 // group's rows in an order of its own, those that it owns first: who sends what to whom is then the same code for all.
 //
-// An e4m3 cache is widened to bfloat16, exactly, on its way: a step's bytes land behind one stage, two steps ahead, and are spread into it before the first product. From there on it is the same kernel; the
-// layer's scale multiplies the scores and the output.
+// An e4m3 cache is widened to bfloat16, exactly, on its way: a step's bytes land behind one stage, two steps ahead, and
+// are spread into it before the first product. From there on it is the same kernel; the layer's scale multiplies the
+// scores and the output.
 //
 // float32: plain arithmetic, a block for each row.
 #include <cuda_bf16.h>

@@ -5,7 +5,7 @@
 // 64 rows would, the tensor cores do no work for rows that are not there, and all of the output is one warpgroup's.
 // What is left of shared memory are buffers for tiles: while one is multiplied, two are on their way. A tile's rotary
 // numbers, which only the scores need, have a buffer of their own. Rows of e4m3 come by warps that widen them
-// (verify_widen_hopper.h), to two buffers: what limits then is no longer memory.
+// (verify_widen_hopper.h), to two buffers: memory no longer limits.
 #include <cuda.h>
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
@@ -34,7 +34,7 @@ namespace {
 constexpr int kWarps = 4;  // that compute
 constexpr int kComputeThreads = kWarps * 32;
 // And a warp that loads latents, one that loads rotary numbers, one that plans and one that lists what is to be merged.
-// Or, where the cache is of e4m3, eight warps that widen it; those that compute do the rest.
+// Or, where the cache is of e4m3, eight warps that widen it; then those that compute plan and list.
 constexpr int kWideners = 8;
 template <typename Cache>
 constexpr int kThreads = kComputeThreads + (sizeof(Cache) == 2 ? 4 : kWideners) * 32;
@@ -132,6 +132,7 @@ __device__ void load_rotary(const Problem& p, Shared<kRows, __nv_bfloat16>& s, c
 template <int kRows>
 __device__ __forceinline__ void widen_whole_tiles(const Problem& p, Shared<kRows, uint8_t>& s,
                                                   const CUtensorMap* query_map, int warp, int lane) {
+  static_assert(Shared<kRows, uint8_t>::kBuffers == 2 && Shared<kRows, uint8_t>::kRotaries == 2, "tile % 2 is of both");
   const auto load = [&](uint32_t number, const Segment& segment) {
     load_query(p, s, query_map, number, segment.request);
   };
@@ -419,7 +420,7 @@ __global__ void __launch_bounds__(kThreads<Cache>, 1)
     s.segments[0] = cluster_segment(p, blockIdx.x, cluster::size(), false);
   } else if (thread == kComputeThreads + 32) {
     sm90::prefetch(&query_map);
-    sm90::prefetch(&cache_map);
+    if (Own::kBf16) sm90::prefetch(&cache_map);
     constexpr int kLoaders = Own::kBf16 ? 1 : kWideners;
     for (int i = 0; i < Own::kBuffers; ++i) {
       for (int half = 0; half < 2; ++half) sm90::init_barrier(&s.full[i][half], kLoaders);

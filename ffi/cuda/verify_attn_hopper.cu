@@ -51,7 +51,7 @@ constexpr int kBoxes = DDTREE_ROW_DIM / 64;     // of a tile
 constexpr int kHalfBoxes = DDTREE_LATENT_DIM / 128;
 constexpr int kColumns = DDTREE_LATENT_DIM / 2;  // of a warpgroup
 constexpr int kDepths = DDTREE_ROW_DIM / 16;     // products that make a tile's scores
-// Of those, the last ones, whose numbers of the queries are kept in registers; to widen e4m3 takes these.
+// Of those, the last ones, whose numbers of the queries are kept in registers, which e4m3 has none for.
 template <typename Cache>
 constexpr int kHeld = sizeof(Cache) == 2 ? 6 : 0;
 constexpr int kHandOver = 2;   // boxes from the end of its scores, when the first warpgroup tells the second
@@ -60,10 +60,12 @@ constexpr int kTileBytes = kBoxes * sm90::kBoxBytes;
 static_assert(kTileRows == 64 && kHopperStep == 64, "a box has 64 rows");
 
 // Named barriers; 0 is the block's own. What goes between warpgroups goes by mbarriers, at which every thread arrives,
-// so tools that look for races can follow it; but for `scored`, which passes no data.
+// so tools that look for races can follow it; but for `scored`, which passes no data, and the warps that widen, of which
+// one lane arrives when all have met.
 constexpr uint32_t kGroup = 1;  // and 2: a warpgroup by itself
 
-// What is loaded before the plan is there: a query tile and the cache rows of a step; none if `request` is `batch`.
+// What is loaded before the plan is there: a query tile and the cache rows of a step; none if `request` is `batch`. Of
+// an e4m3 cache the L2 cache is asked for the rows, and that is all.
 struct Guess {
   int request, tile, step;
   __device__ __forceinline__ bool is(const Segment& s) const {
@@ -80,7 +82,8 @@ struct Shared {
   float sum[2][kTileRows];   // each warpgroup's share of the weights' sum
   float score_scale, value_scale;  // of an e4m3 cache: what multiplies scores, then the output
   uint64_t full[2][2];   // a half of a buffer is there
-  uint64_t empty[2][2];  // it may be overwritten
+  // It may be overwritten. Either half tells that no scores read the buffer's rotary numbers any more.
+  uint64_t empty[2][2];
   uint64_t query_full, query_empty;
   uint64_t started;  // the plan, the run and the first segment are there
   uint64_t guessed;  // what the guess asked for is there

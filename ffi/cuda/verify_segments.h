@@ -21,8 +21,8 @@ __device__ __forceinline__ int query_row(const Problem& p, int request, int tile
   return request * p.nodes * p.heads + tile * kTileRows;
 }
 
-// Plans a segment, the one before the last having left its place; whether there is one. One thread calls it. `Shared` is
-// a kernel's shared memory.
+// Plans a segment, the one before the last having left its place; whether there is one. One thread calls it. `Shared`
+// is a kernel's shared memory.
 template <typename Shared>
 __device__ __forceinline__ bool plan_segment(const Problem& p, Shared& s, uint32_t number) {
   Segment& next = s.segments[number % 2];

@@ -1,9 +1,9 @@
 // How the rows of an e4m3 cache come to the buffers of verify_attn's Hopper kernels.
 //
-// Shared memory has no room for bytes beside the buffers of bfloat16. So warps bring them to registers, a piece of a
-// tile at a time, and store them widened when its place in a buffer is free. What memory takes to answer is hidden by
-// asking the L2 cache for whole steps ahead. Nothing of it may be spilled: a load from local memory waits for the loads
-// that are on their way.
+// The kernel of two warpgroups has no room in shared memory for bytes beside its buffers of bfloat16. So warps bring
+// them to registers, a piece of a tile at a time, and store them widened when its place in a buffer is free. What memory
+// takes to answer is hidden by asking the L2 cache for whole steps ahead. Nothing of it may be spilled: a load from
+// local memory waits for the loads that are on their way.
 #ifndef DDTREE_FFI_CUDA_VERIFY_WIDEN_HOPPER_H_
 #define DDTREE_FFI_CUDA_VERIFY_WIDEN_HOPPER_H_
 
@@ -48,8 +48,8 @@ struct Piece {
     return piece * (kHopperStep / kPieces) + warp * 8 + lane / 4;
   }
 
-  // Asks for piece `piece` of the tile whose first row is at `rows`. Beyond row `last`, the request's last that there
-  // is room for, that one is read instead: nodes see neither.
+  // Asks for piece `piece` of the tile whose first row is at `rows`. In place of rows beyond `last`, the request's last
+  // that there is room for, that one is read again; nodes see none of those places.
   __device__ __forceinline__ void ask(const uint8_t* rows, int last, int piece, int warp, int lane) {
     const auto load = [](const uint8_t* from) { return *reinterpret_cast<const uint4*>(from); };
     const int row = latent_row(warp, lane);
@@ -97,7 +97,7 @@ __device__ __forceinline__ const uint8_t* first_row(const Problem& p, int reques
 
 // Asks the L2 cache for a step, of which there are `room` rows.
 __device__ __forceinline__ void prefetch_step(const uint8_t* rows, int room) {
-  sm90::prefetch_bytes(rows, min(room, kHopperStep) * DDTREE_ROW_DIM);
+  if (room > 0) sm90::prefetch_bytes(rows, min(room, kHopperStep) * DDTREE_ROW_DIM);
 }
 
 // What each of kWarps warps does, of which this is `warp`, for all tiles of a block's run. `Shared` is the kernel's
@@ -135,8 +135,8 @@ __device__ __forceinline__ void widen_tiles(const Problem& p, Shared& s, int war
         // What the compiler kept from one piece to the next would not fit in the registers.
         asm volatile("" : "+r"(warp), "+r"(lane));
         widen(tile, piece, piece_of(tile, i), warp, lane);
-        // The next piece is another one of the tile, or that with which the next tile begins. It is not asked for before
-        // this one is there: to ask takes its time too.
+        // The next piece is another one of the tile, or that with which the next tile begins. It is not asked for
+        // before this one is there: to ask takes its time too.
         const bool last = i + 1 == kPieces;
         if (last) rows += kStepBytes, room -= kHopperStep;
         if (!last || left > 1) piece.ask(rows, room - 1, piece_of(tile + last, (i + 1) % kPieces), warp, lane);

@@ -12,7 +12,6 @@ from cuda_calls import INVALID, LAUNCH_FAILED, NO_CUDA, OK, SIZES, WRONG_VERSION
 from ddtree_jax import _clib
 
 #: A call whose cache is no e4m3, and so has no scale.
-BFLOAT16 = dict(cache_dtype=_clib.BF16, cache_scale=None)
 #: A size at its limit and one step over it, with what else must change.
 LIMITS = [
     ("draft_topk", "k", 256, 257, {}),
@@ -29,9 +28,8 @@ LIMITS = [
     ("verify_attn", "nodes", 1, 0, {}),
     ("verify_attn", "heads", 1, 0, {}),
     ("verify_attn", "layers", 1, 0, {}),
-    ("verify_attn", "path", 2, 3, BFLOAT16),
+    ("verify_attn", "path", 2, 3, {}),
     ("verify_attn", "path", 0, -1, {}),
-    ("verify_attn", "path", 1, 2, {}),  # Hopper's kernel reads no e4m3
     ("verify_attn", "cache_dtype", _clib.E4M3, 3, {}),
     ("verify_attn", "cache_dtype", _clib.BF16, _clib.F32, dict(cache_scale=None)),
     ("append_latents", "cache_dtype", _clib.E4M3, 3, {}),

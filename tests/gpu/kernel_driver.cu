@@ -250,6 +250,10 @@ int main(int argc, char** argv) {
       {3, 5, 701, 64, 64, 5, 150, 2, DDTREE_BF16, DDTREE_PATH_HOPPER, DDTREE_E4M3},
       {4, 7, 701, 16, 16, 64, 900, 1, DDTREE_BF16, DDTREE_PATH_HOPPER, DDTREE_E4M3},
       {2, 3, 301, 4, 1, 8, 400, 1, DDTREE_BF16, DDTREE_PATH_HOPPER, DDTREE_E4M3},
+      // The same with many segments a block.
+      {64, 3, 301, 16, 16, 64, 100, 1, DDTREE_BF16, DDTREE_PATH_HOPPER, DDTREE_E4M3},
+      {500, 3, 301, 4, 1, 8, 140, 1, DDTREE_BF16, DDTREE_PATH_HOPPER, DDTREE_E4M3},
+      {450, 3, 301, 4, 3, 8, 140, 1, DDTREE_BF16, DDTREE_PATH_HOPPER, DDTREE_E4M3},
       // Too many tiles for clusters; then few rows, in clusters and in too many tiles for them.
       {3, 5, 701, 16, 64, 48, 150, 1, DDTREE_BF16, DDTREE_PATH_HOPPER, DDTREE_BF16},
       {4, 7, 701, 16, 16, 64, 900, 1, DDTREE_BF16, DDTREE_PATH_HOPPER, DDTREE_BF16},

@@ -28,7 +28,7 @@ struct Problem {
   CutTiles* cut_tiles;
   int layers, batch, rows, nodes, heads, words;
   int step_rows;  // cache rows of a step
-  bool e4m3;      // what the cache holds
+  bool e4m3;      // whether that is what the cache holds
   float log2_scale;  // of the scores, for powers of two
   const float* cache_scale;  // of each layer's e4m3 numbers; null for 1
 };

@@ -101,9 +101,9 @@ __device__ __forceinline__ void prefetch_step(const uint8_t* rows, int room) {
 }
 
 // What each of kWarps warps does, of which this is `warp`, for all tiles of a block's run. `Shared` is the kernel's
-// shared memory. As one thread of the first warp, load_query(number, segment) loads a segment's query;
-// widen(tile, i, piece) waits until there is room for it, stores it and tells of it; piece_of(tile, i) says which piece
-// of a tile comes as number i.
+// shared memory. One thread of the first warp calls load_query(number, segment). Every warp calls widen(tile, piece,
+// which, warp, lane), which waits for room, stores the piece and tells of it; piece_of(tile, i) is which of a tile's
+// pieces comes as number i.
 template <int kWarps, typename Shared, typename LoadQuery, typename PieceOf, typename Widen>
 __device__ __forceinline__ void widen_tiles(const Problem& p, Shared& s, int warp, int lane,
                                             const LoadQuery& load_query, const PieceOf& piece_of, const Widen& widen) {

@@ -39,8 +39,6 @@ def test_tree_build(rng, budget, keep_spine):
 @pytest.mark.parametrize("path", _clib.PATHS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_verify_attn(rng, dtype, path, cache_dtype):
-    if path == "hopper" and cache_dtype is not None:
-        pytest.skip("refused, as the case below shows")
     sizes = dict(batch=2, budget=32, heads=3, rows=90)
     checks.check_verify_attn(rng, "cpu", dtype, **sizes, path=path, cache_dtype=cache_dtype)
 

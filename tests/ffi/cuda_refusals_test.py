@@ -11,7 +11,6 @@ from cuda_calls import INVALID, LAUNCH_FAILED, NO_CUDA, OK, SIZES, WRONG_VERSION
 
 from ddtree_jax import _clib
 
-#: A call whose cache is no e4m3, and so has no scale.
 #: A size at its limit and one step over it, with what else must change.
 LIMITS = [
     ("draft_topk", "k", 256, 257, {}),

@@ -38,18 +38,14 @@ def test_tree_build(rng, budget, keep_spine):
     )
 
 
+@pytest.mark.parametrize("cache_dtype", [None, E4M3], ids=str)
 @pytest.mark.parametrize("path", ["auto", "portable", "hopper"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_verify_attn(rng, dtype, path):
+def test_verify_attn(rng, dtype, path, cache_dtype):
     if path == "hopper" and torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("needs sm_90")
-    checks.check_verify_attn(rng, "cuda", dtype, batch=3, budget=32, heads=8, rows=300, path=path)
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_verify_attn_over_e4m3(rng, dtype):
     sizes = dict(batch=3, budget=32, heads=8, rows=300)
-    checks.check_verify_attn(rng, "cuda", dtype, **sizes, cache_dtype=E4M3)
+    checks.check_verify_attn(rng, "cuda", dtype, **sizes, path=path, cache_dtype=cache_dtype)
 
 
 @pytest.mark.parametrize("stop_tokens", [(), (3, 7)])

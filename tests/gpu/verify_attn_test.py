@@ -284,7 +284,7 @@ def test_scales_of_an_e4m3_cache(rng, dtype, path, cache_dtype, batch, budget, h
 @pytest.mark.parametrize("prefix", [31, 32, 33, 63, 64, 65, 95, 97, 116])
 @pytest.mark.parametrize(("dtype", "path", "cache_dtype"), E4M3_KERNELS)
 def test_few_steps_of_an_e4m3_cache(rng, dtype, path, cache_dtype, prefix, rows):
-    """Runs of one to four steps, in caches that end in a step and after one."""
+    """One to four steps of the portable kernel, one or two of Hopper's; caches end in a step or after one."""
     inputs = checks.random_attention(
         rng, dtype, batch=1, budget=3, heads=8, rows=rows, lengths=[prefix], cache_dtype=cache_dtype
     )

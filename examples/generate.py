@@ -62,7 +62,8 @@ _CACHE_DTYPE = flags.DEFINE_enum(
     "cache_dtype",
     None,
     ["float32", "bfloat16", "float8_e4m3fn"],
-    "The target's latent cache: float8_e4m3fn for half of bfloat16's bytes; --dtype's by default.",
+    "The target's latent cache: --dtype's, which is the default, or float8_e4m3fn for half of bfloat16's bytes. Text "
+    "is then the target's over a rounded cache, in every mode.",
 )
 _MESH = flags.DEFINE_integer(
     "mesh",

@@ -70,7 +70,8 @@ def load_target(
         that no weight has another value than in `dtype`, and none takes more memory than it must. `dtype` by
         default.
       rules: which axes of the parameters lie on which axis of the mesh.
-      cache_dtype: of the latent cache, "float8_e4m3fn" for half of bfloat16's bytes; `dtype` by default.
+      cache_dtype: of the latent cache, "float8_e4m3fn" for half of bfloat16's bytes, and another text by its
+        rounding; `dtype` by default.
       cache_scale: for such a cache, what its numbers are multiplied with, one for each layer
         (`KimiK26`); 1 by default.
 

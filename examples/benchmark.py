@@ -53,6 +53,18 @@ _DRAFTER = flags.DEFINE_string("drafter", None, "Drafter of the curve; the demo'
 _DTYPE = flags.DEFINE_enum(
     "dtype", None, ["float32", "bfloat16"], "Of the curve; float32 on a CPU, bfloat16 elsewhere."
 )
+_PARAM_DTYPE = flags.DEFINE_enum(
+    "param_dtype",
+    None,
+    ["float32", "bfloat16", "stored"],
+    "Of the curve's weights, as generate.py takes it.",
+)
+_CACHE_DTYPE = flags.DEFINE_enum(
+    "cache_dtype",
+    None,
+    ["float32", "bfloat16", "float8_e4m3fn"],
+    "Of the curve's latent cache, as generate.py takes it.",
+)
 _BATCH = flags.DEFINE_integer("batch_size", 1, "Requests, of step and curve.")
 _FIGURE = flags.DEFINE_string(
     "figure", None, "Draw the step's times to this file (needs matplotlib)."
@@ -166,8 +178,10 @@ def _curve(device, nodes, prefixes):
 
     if (_CHECKPOINT.value is None) != (_DRAFTER.value is None):
         raise ValueError("--checkpoint and --drafter go together")
-    kinds = dtypes(_DTYPE.value)
-    target = models.load_target(_CHECKPOINT.value or demo.TARGET, **kinds)
+    kinds = dtypes(_DTYPE.value, _PARAM_DTYPE.value)
+    target = models.load_target(
+        _CHECKPOINT.value or demo.TARGET, **kinds, cache_dtype=_CACHE_DTYPE.value
+    )
     drafter = models.load_drafter(_DRAFTER.value or demo.DRAFTER, target, **kinds)
     prefix = prefixes[0] if prefixes else 160
     if prefix + nodes[-1] > target.max_context:
@@ -184,7 +198,8 @@ def _curve(device, nodes, prefixes):
         repeats=_REPEATS.value,
     )
     curve = step_suite.measure_curve(target, drafter, settings)
-    print(f"{device}, {target.dtype.name}, prefix {prefix}, microseconds: {curve}")
+    held = f"{target.dtype.name}, cache {target.cache_dtype.name}"
+    print(f"{device}, {held}, prefix {prefix}, microseconds: {curve}")
     _write_json(device, {"prefix": prefix, "cost_curve": dataclasses.asdict(curve)})
 
 

@@ -155,10 +155,19 @@ def test_overhead_at_full_depth():
     assert step_suite._overhead(alone, 15, 60) == 0
 
 
-def test_curve_suite(tmp_path):
+@pytest.mark.parametrize(
+    ("flags", "cache"),
+    [
+        ([], "float32"),
+        (["--cache_dtype=float8_e4m3fn", "--param_dtype=bfloat16"], "float8_e4m3fn"),
+    ],
+)
+def test_curve_suite(tmp_path, flags, cache):
     """The demo's own curve, in the file that generate.py reads."""
     out = tmp_path / "curve.json"
-    arguments = ["--suite=curve", "--nodes=1,3", "--prefixes=40", "--repeats=1", f"--json={out}"]
+    # One difference of loops may be less than nothing where other work comes between.
+    arguments = ["--suite=curve", "--nodes=1,3", "--prefixes=40", "--repeats=3", f"--json={out}"]
+    arguments += flags
     done = subprocess.run(
         [sys.executable, str(_SCRIPT), *arguments],
         env=_ENVIRONMENT,
@@ -170,7 +179,7 @@ def test_curve_suite(tmp_path):
     curve = CostCurve.from_json(out)
     assert curve.nodes == (1, 3) and curve.draft > 0
     assert all(idle <= full for idle, full in zip(curve.idle, curve.verify, strict=True))
-    assert f"{curve}" in done.stdout
+    assert f"cache {cache}" in done.stdout and f"{curve}" in done.stdout
 
 
 def test_compile_suite(tmp_path):

@@ -252,8 +252,8 @@ def _cases(full):
     for batch, prefix, heads in shapes:
         for nodes in (1, 17, 65):
             yield "verify_attn", functools.partial(_verify_attn, full, batch, prefix, heads, nodes)
-    for *sizes, nodes in [(8, 32768, 16, 1), (8, 8192, 64, 17)] if full else [(1, 512, 4, 17)]:
-        case = functools.partial(_verify_attn, full, *sizes, nodes, cache_dtype="float8_e4m3fn")
+    for sizes in [(8, 32768, 16, 1), (8, 8192, 64, 17)] if full else [(1, 512, 4, 17)]:
+        case = functools.partial(_verify_attn, full, *sizes, cache_dtype="float8_e4m3fn")
         yield "verify_attn", case
 
     for tokens in (8, 17, 33):

@@ -67,7 +67,7 @@ struct Control {
   SegmentAndRows segment;
   Run run;
   int needed[kTries];
-  float score_scale, value_scale;  // of an e4m3 cache: what multiplies scores, then the output
+  Scales scales;
   // From sm_90 on, barriers of each stage: its rows have arrived; all warps have left it.
   uint64_t arrived[kStages], left[kStages];
 };
@@ -182,7 +182,7 @@ __device__ __forceinline__ void weigh_step(const Problem& p, uint8_t* shared, co
       own[t][1] += x.y;
     }
   }
-  const float log2_scale = sizeof(Cache) == 1 ? control_of(shared).score_scale : p.log2_scale;
+  const float log2_scale = sizeof(Cache) == 1 ? control_of(shared).scales.score : p.log2_scale;
   if (masked) {
     const int row = segment.tile * kTileRows + static_cast<int>(me.warp * 8 + me.lane / 4);
     const int node = min(row / p.heads, segment.nodes - 1);
@@ -263,11 +263,7 @@ __global__ void __launch_bounds__(kThreads, 1) attend(const Problem p, const __g
   __syncthreads();
   if (thread == 0) {
     next_segment_and_rows<Cache>(p, &run, &segment, 0);
-    if constexpr (kE4m3) {
-      const float scale = layer_scale(p.cache_scale, p.layer, p.layers);
-      control.score_scale = p.log2_scale * scale;
-      control.value_scale = scale;
-    }
+    if constexpr (kE4m3) control.scales = scales_of(p);
   }
   if (thread / 32 == kWarps - 1) list_cut_tiles(p, run, 0, 1, thread % 32);
   __syncthreads();
@@ -426,7 +422,7 @@ __global__ void __launch_bounds__(kThreads, 1) attend(const Problem p, const __g
     sum += __shfl_xor_sync(~0u, sum, 2);
     __syncthreads();  // the stages and the factors are free
     if (segment.step == 0 && segment.end_step == segment.steps) {
-      const float scale = kE4m3 ? control.value_scale : 1.0f;
+      const float scale = kE4m3 ? control.scales.value : 1.0f;
       if (me.lane % 4 == 0) me.factors(shared)[me.part * 8 + me.lane / 4] = scale / sum;
       group_barrier(thread / (kParts * 32));
 #pragma unroll
@@ -648,11 +644,10 @@ int ddtree_verify_attn_cuda(const ddtree_verify_attn_args* args, void* stream) {
                         args->cache_scale};
   const int blocks = static_cast<int>(std::min<int64_t>(max_blocks(batch, rows, nodes, heads), processors));
   if (hopper) {
-    const int size = e4m3 ? 0 : hopper_cluster(problem, device, processors);
+    const int size = hopper_cluster(problem, device, processors);
     const int status = attend_hopper(problem, blocks, size, cuda_stream);
     if (status != DDTREE_OK || size > 0) return status;
-    return e4m3 ? ddtree::launch_merge<uint8_t, __half>(problem, processors, cuda_stream)
-                : ddtree::launch_merge<__nv_bfloat16, __half>(problem, processors, cuda_stream);
+    return ddtree::launch_merge<__half>(problem, processors, cuda_stream);
   }
   CUtensorMap map{};
   // Code for sm_90 and later takes it.
@@ -661,6 +656,5 @@ int ddtree_verify_attn_cuda(const ddtree_verify_attn_args* args, void* stream) {
     return ddtree::refused();
   }
   kernel<<<blocks, kThreads, kSharedBytes, cuda_stream>>>(problem, map);
-  return e4m3 ? ddtree::launch_merge<uint8_t, float>(problem, processors, cuda_stream)
-              : ddtree::launch_merge<__nv_bfloat16, float>(problem, processors, cuda_stream);
+  return ddtree::launch_merge<float>(problem, processors, cuda_stream);
 }

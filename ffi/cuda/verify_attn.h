@@ -41,6 +41,16 @@ __device__ __forceinline__ float layer_scale(const float* cache_scale, const int
   return cache_scale == nullptr ? 1.0f : cache_scale[layer_of(layer, layers)];
 }
 
+// Of an e4m3 cache: what multiplies scores, then the output.
+struct Scales {
+  float score, value;
+};
+
+__device__ __forceinline__ Scales scales_of(const Problem& p) {
+  const float scale = layer_scale(p.cache_scale, p.layer, p.layers);
+  return {p.log2_scale * scale, scale};
+}
+
 // 2^x: 0 for -inf, NaN for NaN.
 __device__ __forceinline__ float power_of_two(float x) {
   float y;
@@ -94,7 +104,7 @@ int attend_hopper(const Problem& p, int blocks, int size, cudaStream_t stream);
 // they are traps: call nothing else here.
 bool hopper_built(int device);
 
-// The size to take. It looks at nothing but shapes and the card.
+// The size to take, 0 for e4m3. It looks at nothing but shapes, the cache's dtype and the card.
 int hopper_cluster(const Problem& p, int device, int processors);
 
 // What attend_hopper calls where a request has at most kFewRows query rows.

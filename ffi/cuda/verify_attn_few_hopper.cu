@@ -64,7 +64,7 @@ struct Shared {
   uint64_t planned[2];  // what lies there is new, from the second segment on
   Run run;
   int needed[kTries];
-  float score_scale, value_scale;  // of an e4m3 cache: what multiplies scores, then the output
+  Scales scales;
 };
 
 // Calls `load` for each segment of the block's run, of which there is one in a cluster, as one thread that loads.
@@ -232,7 +232,7 @@ __device__ __forceinline__ void attend_rows(const Problem& p, Shared<kRows, Cach
 
 #pragma unroll
       for (int i = 0; i < kRows / 2; ++i) {
-        score[i] = (score[i] + other[i]) * (kBf16 ? p.log2_scale : s.score_scale);
+        score[i] = (score[i] + other[i]) * (kBf16 ? p.log2_scale : s.scales.score);
       }
       const int key = step * kHopperStep;
       if (__builtin_expect(key + kHopperStep > length, 0)) {
@@ -366,7 +366,7 @@ __device__ __forceinline__ void attend_rows(const Problem& p, Shared<kRows, Cach
     for (int n = 0; n < kRows / 8; ++n) {
       const int row = n * 8 + lane % 4 * 2 + odd;
       const float total = over_warps(s.sums[row], [](float x, float y) { return x + y; });
-      const float inverse = (kBf16 ? 1.0f : s.value_scale) / total;
+      const float inverse = (kBf16 ? 1.0f : s.scales.value) / total;
       float down[2] = {};
       if (!whole) {
         float up[2];
@@ -436,8 +436,7 @@ __global__ void __launch_bounds__(kThreads<Cache>, 1)
     sm90::init_barrier(&s.finished, kComputeThreads);
     sm90::fence_barrier_init();
   } else if (!Own::kBf16 && thread == kComputeThreads + 64) {
-    s.value_scale = layer_scale(p.cache_scale, p.layer, p.layers);
-    s.score_scale = p.log2_scale * s.value_scale;
+    s.scales = scales_of(p);
   } else if (warp < kWarps) {
     // Rows that no load fills: whatever memory held would make the others wait.
     const int rows = p.nodes * p.heads, chunks = (kRows - rows) * 8;

@@ -80,7 +80,7 @@ struct Shared {
   float factor[kTileRows];   // by what a tile shrinks the output so far
   float maximum[kTileRows];  // the greatest score so far
   float sum[2][kTileRows];   // each warpgroup's share of the weights' sum
-  float score_scale, value_scale;  // of an e4m3 cache: what multiplies scores, then the output
+  Scales scales;
   uint64_t full[2][2];   // a half of a buffer is there
   // It may be overwritten. Either half tells that no scores read the buffer's rotary numbers any more.
   uint64_t empty[2][2];
@@ -576,7 +576,7 @@ __device__ __forceinline__ void attend_side(const Problem& p, Shared& s, int thr
     const auto own_tile = [&] {
       if (tile + 2 >= end && lane == 0) sm90::arrive(&s.query_empty);
 #pragma unroll
-      for (int i = 0; i < 32; ++i) score[i] *= kBf16 ? p.log2_scale : s.score_scale;
+      for (int i = 0; i < 32; ++i) score[i] *= kBf16 ? p.log2_scale : s.scales.score;
       if (__builtin_expect(static_cast<int>(tile) >= masked, 0)) {
         // Of a row that is not finite no score is.
         bool broken = false;
@@ -715,7 +715,7 @@ __device__ __forceinline__ void attend_side(const Problem& p, Shared& s, int thr
       if (whole) {
         const int64_t index = static_cast<int64_t>(segment.request) * p.nodes * p.heads + query_row;
         __nv_bfloat16* to = p.out + index * DDTREE_LATENT_DIM + kSide * kColumns;
-        const float scale = kBf16 ? 1.0f : s.value_scale;
+        const float scale = kBf16 ? 1.0f : s.scales.value;
         const float inverse[2] = {reciprocal(total[0]) * scale, reciprocal(total[1]) * scale};
         const auto pair = [&](int half, float x, float y) { return pack(x * inverse[half], y * inverse[half]); };
         store_rows<__nv_bfloat16>(out, staging, lane, real, {to, to + 8 * DDTREE_LATENT_DIM}, pair);
@@ -778,16 +778,18 @@ __global__ void __launch_bounds__(kThreads, 1)
       init_load_barriers<Cache>(s);
       init_barriers(s);
     } else if (!kBf16 && thread == kComputeThreads + 96) {
-      s.value_scale = layer_scale(p.cache_scale, p.layer, p.layers);
-      s.score_scale = p.log2_scale * s.value_scale;
+      s.scales = scales_of(p);
     }
     start_run<true>(p, s.needed, &s.run);
     // Not before lengths are there, or the plan would wait for them behind these loads. To issue them takes as long as
     // the rest of the plan: nobody waits for this thread.
-    if (thread == kComputeThreads && kBf16) load_guess(p, s, maps);
-    if (thread == kComputeThreads && !kBf16 && s.guess.request < p.batch) {
-      widening::prefetch_step(widening::first_row(p, s.guess.request, s.guess.step),
-                              p.rows - s.guess.step * kHopperStep);
+    if (thread == kComputeThreads) {
+      if (kBf16) {
+        load_guess(p, s, maps);
+      } else if (s.guess.request < p.batch) {
+        widening::prefetch_step(widening::first_row(p, s.guess.request, s.guess.step),
+                                p.rows - s.guess.step * kHopperStep);
+      }
     }
     if (thread == 0) {
       next_segment(p, &s.run, &s.segments[0]);
@@ -884,6 +886,7 @@ bool hopper_built(int device) {
 }
 
 int hopper_cluster(const Problem& p, int device, int processors) {
+  if (p.e4m3) return 0;  // there are no such kernels
   return cluster_size(p.batch, shape_tiles(p.nodes, p.heads), ceil_div(p.rows, kHopperStep), processors,
                       card_of(device)->fits);
 }

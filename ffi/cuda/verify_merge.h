@@ -227,11 +227,12 @@ __global__ void __launch_bounds__(kThreads, Slice<Number>::kBlocks) merge(const 
 }  // namespace merging
 
 // `Number` is what the first launch has left its parts in.
-template <typename Cache, typename Number>
+template <typename Number>
 int launch_merge(const Problem& p, int processors, cudaStream_t stream) {
   const int64_t rows = static_cast<int64_t>(p.batch) * p.nodes * p.heads;
   const int blocks = static_cast<int>(std::min<int64_t>(rows, merging::Slice<Number>::kBlocks * processors));
-  merging::merge<Cache, Number><<<blocks, merging::kThreads, 0, stream>>>(p);
+  const auto kernel = p.e4m3 ? merging::merge<uint8_t, Number> : merging::merge<__nv_bfloat16, Number>;
+  kernel<<<blocks, merging::kThreads, 0, stream>>>(p);
   return launch_status();
 }
 

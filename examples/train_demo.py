@@ -28,15 +28,21 @@ _OUTPUT = flags.DEFINE_string(
 )
 _SIZE = flags.DEFINE_enum("size", "demo", list(demo_model.SIZES), "Sizes of the models.")
 _SEED = flags.DEFINE_integer("seed", 0, "Seed of parameters, windows and draws.")
-_MINUTES_TARGET = flags.DEFINE_float("minutes_target", 2.5, "Training time of the target.")
-_MINUTES_DRAFTER = flags.DEFINE_float("minutes_drafter", 2.6, "Training time of the drafter.")
+_MINUTES_TARGET = flags.DEFINE_float("minutes_target", 3.0, "Training time of the target.")
+_MINUTES_DRAFTER = flags.DEFINE_float("minutes_drafter", 4.5, "Training time of the drafter.")
 _TOKENS_PER_STEP = flags.DEFINE_integer("tokens_per_step", 32768, "The target's batch, in tokens.")
-_LENGTHS = flags.DEFINE_list("lengths", ["1024"], "Sequence lengths of the target, in order.")
+_LENGTHS = flags.DEFINE_list(
+    "lengths",
+    # The last two fifths of the time are windows of the whole context.
+    ["1024", "1024", "1024", "4096", "4096"],
+    "Sequence lengths of the target, in order, an equal share of the time each.",
+)
 _STEPS_PER_CALL = flags.DEFINE_integer("steps_per_call", 20, "Training steps a device program.")
 _GENERATIONS = flags.DEFINE_list(
     "generations",
-    ["64:576:1024:20"],
-    "What `generate` makes: prompt length:length:batch:batches, each.",
+    # Short texts, texts behind a context that is almost full, and long texts of the target's own.
+    ["64:576:1024:14", "960:1472:256:10", "1984:2496:128:10", "3456:3968:64:20", "96:2144:256:3"],
+    "What `generate` makes: prompt length:length:batch:batches, each; the drafter visits them in turn.",
 )
 _DRAFTER_BATCH = flags.DEFINE_integer("drafter_batch", 32, "Sequences a step of the drafter.")
 _ANCHORS = flags.DEFINE_integer("anchors", 64, "Blocks a sequence of the drafter.")

@@ -194,6 +194,7 @@ class Pause:
 
     @classmethod
     def none(cls) -> Pause:
+        """Before the first round: nothing is paused."""
         return cls(jnp.int32(0), jnp.int32(0))
 
     def after(self, pays: jax.Array) -> Pause:

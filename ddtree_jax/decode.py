@@ -87,22 +87,27 @@ class DecodeResult:
 
     @property
     def tokens(self) -> jax.Array:
+        """i32[B, P + max_new_tokens]: each prompt with what followed it."""
         return self.state.tokens
 
     @property
     def lengths(self) -> jax.Array:
+        """i32[B], prompt included."""
         return self.state.lengths
 
     @property
     def rounds(self) -> jax.Array:
+        """i32[B], target passes after the prefill."""
         return self.state.rounds
 
     @property
     def accepted_histogram(self) -> jax.Array:
+        """i32[B, L + 2]: rounds by the number of tokens they emitted."""
         return self.state.accepted_histogram
 
     @property
     def finish_reason(self) -> jax.Array:
+        """i32[B], values of `FinishReason`."""
         return self.state.finish_reason
 
 

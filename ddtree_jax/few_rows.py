@@ -20,8 +20,9 @@ _LANES = 16
 def few_rows_dot(
     x: jax.Array, matrix: jax.Array, *, precision=None, preferred_element_type=None
 ) -> jax.Array:
-    """x @ matrix, by a kernel of its own where one serves: float32 rows on a CPU with AVX-512, up to 40 of them, or 320
-    where the matrix is bfloat16.
+    """x @ matrix, by a kernel of its own where one serves.
+
+    It serves float32 rows on a CPU with AVX-512, up to 40 of them, or 320 where the matrix is bfloat16.
 
     XLA's CPU backend packs the whole matrix first, for 8 rows as for 800, and on one core alone, where two cores
     can stream it once (docs/performance.md). A bfloat16 matrix is widened on the way, or AMX multiplies it by the

@@ -31,8 +31,9 @@ def request_keys(seed, request_ids: jax.Array) -> jax.Array:
 
 
 def prompt_ids(tokens: jax.Array, lengths: jax.Array) -> jax.Array:
-    """A request id made from the prompt alone (FNV-1a over its tokens), so that a prompt's text is
-    the same at any place of any batch.
+    """A request id made from the prompt alone: FNV-1a over its tokens.
+
+    So a prompt's text is the same at any place of any batch.
 
     Args:
       tokens: i32[B, P]. lengths: i32[B].

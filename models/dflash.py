@@ -88,6 +88,7 @@ class DraftDecoderLayer(nnx.Module):
         )
 
     def __call__(self, x, cos, sin, context, visible) -> jax.Array:
+        """[B, T, hidden] after attention and the MLP, each with its residual."""
         with jax.named_scope("attention"):
             x = x + self.self_attn(self.input_layernorm(x), cos, sin, context, visible)
         with jax.named_scope("mlp"):
@@ -131,6 +132,7 @@ class DFlashDrafter(nnx.Module):
 
     @property
     def block_size(self) -> int:
+        """Positions of a drafter's pass: the last token's and the drafts'."""
         return self.config.block_size
 
     @property

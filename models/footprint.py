@@ -48,6 +48,7 @@ class Footprint:
 
     @property
     def weights(self) -> int:
+        """Bytes of all weights, of target and drafter."""
         return self.experts + self.rest + self.drafter
 
     def per_device(self, devices: int, *, mesh: bool = False) -> int:

@@ -258,14 +258,17 @@ class KimiK26(nnx.Module):
 
     @property
     def vocab_size(self) -> int:
+        """Token ids, and so the logits of a position."""
         return self.config.vocab_size
 
     @property
     def hidden_size(self) -> int:
+        """Width of the residual stream."""
         return self.config.hidden_size
 
     @property
     def num_layers(self) -> int:
+        """Decoder layers, and so layers of the cache."""
         return self.config.num_hidden_layers
 
     @property

@@ -20,6 +20,7 @@ class Linear(nnx.Module):
         self.kernel = nnx.Param(normal((inputs, outputs), param_dtype, rngs, std))
 
     def __call__(self, x: jax.Array) -> jax.Array:
+        """[..., inputs] to [..., outputs]."""
         return dot(x, self.kernel[...])
 
 
@@ -31,6 +32,7 @@ class RMSNorm(nnx.Module):
         self.eps = eps
 
     def __call__(self, x: jax.Array) -> jax.Array:
+        """[..., size], in x's dtype."""
         wide = x.astype(jnp.float32)
         wide = wide * jax.lax.rsqrt(_mean(wide * wide) + self.eps)
         # Cast before the weight: in bfloat16 the order shows.
@@ -60,6 +62,7 @@ class MLP(nnx.Module):
         self.down_proj = Linear(inner, size, **options)
 
     def __call__(self, x: jax.Array) -> jax.Array:
+        """[..., size] to [..., size]."""
         kernels = (layer.kernel[...] for layer in (self.gate_proj, self.up_proj, self.down_proj))
         return gated_mlp(x, *kernels)
 

@@ -120,6 +120,7 @@ class Tensors:
 
     @property
     def names(self) -> frozenset[str]:
+        """The tensors of the folder."""
         return frozenset(self._found)
 
     def check(self, sources: Iterable[Source]):

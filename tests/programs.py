@@ -26,8 +26,12 @@ import sys
 import tempfile
 import traceback
 
+from limits import HANG_SECONDS
 
-def run(script, *arguments, env=(), cwd=None, paths=(), timeout=300) -> subprocess.CompletedProcess:
+
+def run(
+    script, *arguments, env=(), cwd=None, paths=(), timeout=HANG_SECONDS
+) -> subprocess.CompletedProcess:
     """Runs a file to its end.
 
     Args:
@@ -36,7 +40,7 @@ def run(script, *arguments, env=(), cwd=None, paths=(), timeout=300) -> subproce
       env: variables besides the test's own.
       cwd: the folder to run in; the test's own by default.
       paths: folders to import from beside the file's own.
-      timeout: seconds.
+      timeout: seconds; the limit against hanging by default.
 
     Raises:
       subprocess.TimeoutExpired: it took longer, and was killed.

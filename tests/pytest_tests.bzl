@@ -8,7 +8,7 @@ def pytest_tests(name, data = [], slow = [], tags = [], target_compatible_with =
     Args:
       name: a tag of all targets.
       data: files that the tests read, beside the helpers in tests/.
-      slow: names of targets that take minutes; they get the tag slow and an hour.
+      slow: names of targets that take minutes; they get the tag slow.
       tags: more tags of all targets.
       target_compatible_with: constraints of all targets.
     """
@@ -16,7 +16,7 @@ def pytest_tests(name, data = [], slow = [], tags = [], target_compatible_with =
         target = file.removesuffix(".py")
         pytest_test(
             name = target,
-            timeout = "eternal" if target in slow else "long",
+            timeout = "eternal",  # a limit against hanging, whatever the machine does besides
             src = file,
             data = ["//tests:helpers"] + data,
             package = "//:ddtree_jax",

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+from limits import HANG_SECONDS
 from primitive_checks import random_attention
 
 import ddtree_jax
@@ -215,7 +216,7 @@ def test_shard_map_over_the_batch(rng, tmp_path):
         cwd=tmp_path,  # started in the source folder, Python would import that instead of the installed package
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=HANG_SECONDS,
     )
     assert run.stdout.strip() == "equal", run.stderr
 

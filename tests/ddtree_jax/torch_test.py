@@ -12,6 +12,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 import torch_checks as checks  # noqa: E402
+from limits import HANG_SECONDS  # noqa: E402
 
 import ddtree_jax  # noqa: E402
 import ddtree_jax.torch as bridge  # noqa: E402
@@ -222,7 +223,11 @@ print("ran")
 
 def test_works_where_jax_is_not():
     done = subprocess.run(
-        [sys.executable, "-c", _BLOCKED], capture_output=True, text=True, timeout=120, cwd=os.sep
+        [sys.executable, "-c", _BLOCKED],
+        capture_output=True,
+        text=True,
+        timeout=HANG_SECONDS,
+        cwd=os.sep,
     )
     assert done.stdout == "ran\n", done.stderr
 

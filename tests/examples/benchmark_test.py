@@ -20,6 +20,7 @@ import round_time
 import step_floors
 import step_model
 import step_suite
+from limits import HANG_SECONDS
 
 from ddtree_jax import CostCurve
 
@@ -118,7 +119,7 @@ def test_step_suite(tmp_path):
         cwd=_SCRIPT.parent,
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=HANG_SECONDS,
     )
     assert done.returncode == 0, done.stderr[-3000:]
     report = json.loads(out.read_text())
@@ -173,7 +174,7 @@ def test_curve_suite(tmp_path, flags, cache):
         env=_ENVIRONMENT,
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=HANG_SECONDS,
     )
     assert done.returncode == 0, done.stderr[-3000:]
     curve = CostCurve.from_json(out)

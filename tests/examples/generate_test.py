@@ -12,6 +12,7 @@ import types
 import programs
 import pytest
 import quick_compile
+from limits import HANG_SECONDS
 from runner import Runner
 from safetensors.numpy import load_file, save_file
 
@@ -293,7 +294,7 @@ def test_programs_start_in_a_fresh_python(program, flag):
         env={**os.environ, "JAX_PLATFORMS": "cpu"},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=HANG_SECONDS,
     )
     assert done.returncode == (flag == "--help"), done.stderr  # absl ends with 1 after its help
     assert "GB" in done.stdout or "--" in done.stdout
@@ -342,7 +343,7 @@ def test_the_runner_counts_prompts_in_the_callers_list():
 def test_the_readmes_set_up_is_what_ci_installs():
     root = _SCRIPT.parents[1]
     (tested,) = re.findall(
-        r"pip install -q -e (\S+) && \S+/pytest", (root / "README.md").read_text()
+        r"pip install -v -e (\S+) && \S+/pytest", (root / "README.md").read_text()
     )
     assert f"install -q -e {tested}\n" in (root / ".ci" / "run").read_text()
 

@@ -6,6 +6,7 @@ import shutil
 import subprocess
 
 import pytest
+from limits import HANG_SECONDS
 
 import ddtree_jax
 
@@ -16,7 +17,7 @@ pytestmark = pytest.mark.skipif(shutil.which("nm") is None, reason="needs a comp
 
 def _run(*command, **kwargs):
     done = subprocess.run(
-        list(map(str, command)), capture_output=True, text=True, timeout=400, **kwargs
+        list(map(str, command)), capture_output=True, text=True, timeout=HANG_SECONDS, **kwargs
     )
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
     return done.stdout

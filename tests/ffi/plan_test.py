@@ -5,6 +5,7 @@ import shutil
 import subprocess
 
 import pytest
+from limits import HANG_SECONDS
 
 _HERE = pathlib.Path(__file__).parent
 
@@ -14,11 +15,11 @@ def _check(rng, tmp_path, source, compiler, problems):
     program = tmp_path / "program"
     command = [*compiler, "-std=c++17", f"-I{_HERE.parents[1]}", str(_HERE / source)]
     done = subprocess.run(
-        [*command, "-o", str(program)], capture_output=True, text=True, timeout=300
+        [*command, "-o", str(program)], capture_output=True, text=True, timeout=HANG_SECONDS
     )
     assert done.returncode == 0, done.stderr
     command = [str(program), str(rng.integers(2**31)), str(problems)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=HANG_SECONDS)
     assert done.returncode == 0, done.stdout
 
 

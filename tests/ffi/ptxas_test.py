@@ -6,6 +6,7 @@ import shutil
 import subprocess
 
 import pytest
+from limits import HANG_SECONDS
 
 _FFI = pathlib.Path(__file__).parents[2] / "ffi"
 _SHARED_LIMIT = 99 * 1024  # bytes a block on sm_120
@@ -37,7 +38,7 @@ def _report(source, arch, tmp_path):
         "-o",
         str(tmp_path / "out.cubin"),
     ]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=500)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=HANG_SECONDS)
     assert done.returncode == 0, done.stderr
     return done.stderr
 

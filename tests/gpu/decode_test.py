@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import step_model
 from flax import nnx
+from limits import HANG_SECONDS
 from losslessness import judge
 from markov import random_pair
 from tiny_models import random_drafter, random_target
@@ -241,7 +242,7 @@ def test_the_whole_loop_is_one_cuda_graph(rng, tmp_path, model):
         text=True,
         env=environment,
         cwd=tmp_path,
-        timeout=300,
+        timeout=HANG_SECONDS,
     )
     log = done.stderr
     reasons = [line for line in log.splitlines() if "not convertible" in line]

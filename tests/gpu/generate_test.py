@@ -7,6 +7,7 @@ import sys
 
 import jax
 import pytest
+from limits import HANG_SECONDS
 
 pytestmark = pytest.mark.skipif(jax.default_backend() != "gpu", reason="needs a GPU")
 _EXAMPLES = pathlib.Path(__file__).parents[2] / "examples"
@@ -16,7 +17,9 @@ def _generate(tmp_path, *flags):
     """The report of a run, and what it printed."""
     report = tmp_path / "report.json"
     command = [sys.executable, "generate.py", "--compilation_cache=", f"--json={report}", *flags]
-    done = subprocess.run(command, cwd=_EXAMPLES, capture_output=True, text=True, timeout=400)
+    done = subprocess.run(
+        command, cwd=_EXAMPLES, capture_output=True, text=True, timeout=HANG_SECONDS
+    )
     assert done.returncode == 0, done.stderr
     return json.loads(report.read_text()), done.stdout
 

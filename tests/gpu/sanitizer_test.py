@@ -9,6 +9,7 @@ import time
 
 import jax
 import pytest
+from limits import HANG_SECONDS
 
 _ROOT = pathlib.Path(__file__).parents[2]
 _CUDA_BIN = "/usr/local/cuda/bin"
@@ -16,7 +17,6 @@ _PATH = os.environ.get("PATH", "") + os.pathsep + _CUDA_BIN
 # Hopper's own instructions are in sm_90a alone.
 _HOPPER = jax.default_backend() == "gpu" and jax.devices()[0].compute_capability == "9.0"
 _ARCH = "-arch=sm_90a" if _HOPPER else "-arch=native"
-_LIMIT = 280  # seconds of one case under one tool
 _NVCC, _SANITIZER = shutil.which("nvcc", path=_PATH), shutil.which("compute-sanitizer", path=_PATH)
 
 pytestmark = [
@@ -32,14 +32,14 @@ def driver(tmp_path_factory):
     command = [_NVCC, "-std=c++17", "-O3", "-lineinfo", _ARCH, "--threads=0", f"-I{_ROOT}"]
     command += [str(pathlib.Path(__file__).parent / "kernel_driver.cu"), *map(str, sources)]
     done = subprocess.run(
-        [*command, "-o", str(program)], capture_output=True, text=True, timeout=300
+        [*command, "-o", str(program)], capture_output=True, text=True, timeout=HANG_SECONDS
     )
     assert done.returncode == 0, done.stderr
     return str(program)
 
 
 def test_results_do_not_depend_on_what_memory_held(driver):
-    done = subprocess.run([driver], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([driver], capture_output=True, text=True, timeout=HANG_SECONDS)
     assert done.returncode == 0, done.stdout + done.stderr
 
 
@@ -58,10 +58,10 @@ def test_sanitizer(driver, tool):
         start = time.perf_counter()
         try:
             done = subprocess.run(
-                [*command, str(case)], capture_output=True, text=True, timeout=_LIMIT
+                [*command, str(case)], capture_output=True, text=True, timeout=HANG_SECONDS
             )
         except subprocess.TimeoutExpired:
-            return f"case {case} took longer than {_LIMIT} s"
+            return f"case {case} took longer than {HANG_SECONDS} s"
         print(f"{tool}, case {case}: {time.perf_counter() - start:.0f} s")
         said = done.stdout + done.stderr
         clean = done.returncode == 0 and "all kernels ran" in said

@@ -11,6 +11,7 @@ import jax
 import numpy as np
 import programs
 import pytest
+from limits import HANG_SECONDS
 from published_configs import toy
 from safetensors.numpy import load_file, save_file
 from tiny_models import random_target
@@ -73,7 +74,7 @@ def test_beside_the_weights_there_is_less_than_a_second_layer(tmp_path):
         cwd=tmp_path,
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=HANG_SECONDS,
     )
     assert done.returncode == 0, done.stderr
     measured = json.loads(done.stdout)

@@ -7,6 +7,7 @@ import subprocess
 import sys
 
 import numpy as np
+from limits import HANG_SECONDS
 from tiny_models import random_drafter, random_target
 
 from ddtree_jax.models import save_drafter, save_target
@@ -72,7 +73,7 @@ def test_two_processes_load_and_decode_what_one_device_does(rng, tmp_path):
         for number in range(2)
     ]
     try:
-        outputs = [process.communicate(timeout=240)[0] for process in processes]
+        outputs = [process.communicate(timeout=HANG_SECONDS)[0] for process in processes]
     finally:
         for process in processes:
             process.kill()

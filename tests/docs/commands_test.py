@@ -239,6 +239,22 @@ def test_programs_take_the_flags_of_the_prose():
                 assert flag in known or flag.removeprefix("no") in known, f"{page}: {word}"
 
 
+def test_tools_take_the_options_of_the_prose():
+    """Code spans such as `cmake -S ffi -B build -DDDTREE_CUDA=ON` and `pip install '.[torch]'`."""
+    seen = set()
+    for page in _PAGES:
+        for span in pages.spans(page):
+            words = shlex.split(span, posix=False)
+            if _is_cmake(words) and len(words) > 1:
+                for name in re.findall(r"-D(\w+)=", span):
+                    assert name in _text("ffi/CMakeLists.txt"), f"{page}: {span}"
+                seen.add("cmake")
+            elif words[0] in _TOOLS and len(words) > 1:
+                assert _TOOLS[words[0]][1](shlex.split(span)[1:]), f"{page}: {span}"
+                seen.add(words[0])
+    assert {"cmake", "pip"} <= seen
+
+
 def _run(program, *arguments):
     done = programs.run(
         pages.ROOT / program, *arguments, env={"XLA_FLAGS": quick_compile.XLA_FLAGS}

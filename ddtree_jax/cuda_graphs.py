@@ -28,8 +28,8 @@ def whole_loop_options() -> dict[str, object]:
     counter of an inner loop is such an operation. `tests/gpu/decode_test.py` shows how to see it. XLA runs a
     program's first call without graphs and makes them in the second.
 
-    The graph keeps the host free, which is not always faster: docs/performance.md has figures of both. The options are
-    for CUDA alone (driver 12.4 or newer, seen to work with jax 0.11.2); XLA's CPU backend ignores them.
+    The graph keeps the host free, which is not always faster: docs/log/2026-11-29-cuda-graph.md has figures.
+    The options are for CUDA alone (driver 12.4 or newer, seen to work with jax 0.11.2); XLA's CPU backend ignores them.
 
     Returns:
       A fresh dict to pass as `compiler_options`.

@@ -223,7 +223,7 @@ def _draft(target, drafter, state, config) -> tuple[DraftTree, jax.Array]:
             used = jnp.where(running, best.num_nodes, 0)
             budgets, pays = node_budgets(best.log_probs, used, config.cost_curve)
         # Without the spine this is the first tree cut off and its links to what is gone undone. Built again it is
-        # one kernel of microseconds (docs/performance.md) and one piece of code for both.
+        # one kernel of microseconds (docs/performance.md#machinery-of-a-round) and one piece of code for both.
         tree = tree_build(
             log_probs,
             token_ids,

@@ -20,7 +20,7 @@ def draft_attn(
     """softmax(query . keys / sqrt(D)) @ values, grouped-query, by a kernel in float32 on a CPU, else by XLA.
 
     XLA's CPU backend turns all of the context round for the sake of a few rows, filled or not; the kernel reads what
-    is visible (docs/performance.md).
+    is visible (docs/kernels/draft_attn.md).
 
     Args:
       query: [B, T, H, D] of the block's T slots, rotated.

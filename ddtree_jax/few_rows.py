@@ -25,8 +25,8 @@ def few_rows_dot(
     It serves float32 rows on a CPU with AVX-512, up to 40 of them, or 320 where the matrix is bfloat16.
 
     XLA's CPU backend packs the whole matrix first, for 8 rows as for 800, and on one core alone, where two cores
-    can stream it once (docs/performance.md). A bfloat16 matrix is widened on the way, or AMX multiplies it by the
-    three bfloat16 numbers that x is the sum of: the result is as exact as that of the float32 matrix.
+    can stream it once (docs/kernels/few_rows_dot.md). A bfloat16 matrix is upcast on the way, or AMX multiplies it by
+    the three bfloat16 values that x is the sum of: the result is as exact as that of the float32 matrix.
 
     Args:
       x: [..., inputs], or [batch, rows, inputs] for a stack of matrices.

@@ -7,7 +7,8 @@ import functools
 import jax
 
 # XLA hands products to a library of fused kernels, whose packing costs products of few rows more than it gains:
-# without it a round of the demo takes 5 to 15% less (docs/performance.md). The option is called experimental.
+# without it a round of the demo takes 5 to 15% less (docs/log/2026-11-30-cpu-round.md). The option is
+# called experimental.
 _CPU = {"xla_cpu_experimental_ynn_fusion_type": ""}
 
 

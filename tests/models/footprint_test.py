@@ -148,7 +148,7 @@ def test_what_a_mesh_keeps_whole_is_in_the_docs(published, size_of):
     whole = (8 * held[8] - held[1]) / 7 - drafter
     text = " ".join(_HARDWARE.read_text().split())
     assert (
-        f"keeps {whole / 1e9:.1f} GB of the target and the drafter's {drafter / 1e9:.1f} GB whole"
+        f"keeps {whole / 1e9:.1f} GB of the target and the drafter's {drafter / 1e9:.1f} GB replicated"
         in text
     )
     assert f"{held[8] / 1e9:.1f} GB on each of 8 and {held[16] / 1e9:.1f} GB on each of 16" in text

@@ -6,9 +6,11 @@
 // an array.
 //
 // A call checks its whole block before it touches an array: a null pointer to an array that has elements, one that is
-// not aligned to them, a negative size, sizes whose product overflows, an unknown dtype, a size over the limits below,
-// too small a workspace or a share outside 0 .. tasks - 1 is an error code. What arrays hold is never an error: indices
-// in them that lead nowhere mean what each block's comment says. An array without elements may be null.
+// not aligned to them, a negative size, sizes whose product overflows, an unknown dtype, a size over the limits below
+// or over what a CUDA grid and a kernel's 32-bit indices hold, too small a workspace or a share outside 0 .. tasks - 1
+// is an error code. Sizes that claim more memory than an array has are the caller's to avoid: no call can see that.
+// What arrays hold is never an error: indices in them that lead nowhere mean what each block's comment says. An array
+// without elements may be null.
 //
 //   *_cuda(args, stream)       enqueues on `stream` (a cudaStream_t) and returns. DDTREE_NO_CUDA where the library was
 //                              built without CUDA.

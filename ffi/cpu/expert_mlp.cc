@@ -146,10 +146,10 @@ struct Scratch {
 };
 
 // Marks the experts of this task in `counts` (how many choices fell on each, 0 for other tasks' experts): each goes to
-// the task with the least work so far.
+// the task with the least work so far. No more tasks get any than there are experts with choices.
 void Share(const ddtree_expert_mlp_args& a, int64_t task, int64_t tasks, Scratch* s) {
   s->counts.assign(a.experts, 0);
-  s->loads.assign(tasks, 0);
+  s->loads.assign(std::min({tasks, a.experts, a.tokens * a.top_k}), 0);
   for (int64_t p = 0; p < a.tokens * a.top_k; ++p) {
     if (a.expert_ids[p] >= 0 && a.expert_ids[p] < a.experts) ++s->counts[a.expert_ids[p]];
   }
@@ -159,6 +159,11 @@ void Share(const ddtree_expert_mlp_args& a, int64_t task, int64_t tasks, Scratch
     *least += 2 + count;  // unpacking costs about as much as two tokens
     if (least - s->loads.begin() != task) count = 0;
   }
+}
+
+// Whether anything is multiplied. Without, sizes may be as large as they like: no array need be there.
+bool HasWork(const ddtree_expert_mlp_args& a) {
+  return a.tokens > 0 && a.top_k > 0 && a.experts > 0 && a.hidden > 0 && a.inner > 0;
 }
 
 template <typename T>
@@ -204,12 +209,13 @@ void Run(const ddtree_expert_mlp_args& a, int64_t task, int64_t tasks, Scratch* 
 
 template <typename T>
 void Weigh(const ddtree_expert_mlp_args& a) {
-  const int64_t d = a.hidden;
+  const int64_t d = a.hidden, choices = HasWork(a) ? a.top_k : 0;
+  if (d == 0) return;
   for (int64_t t = 0; t < a.tokens; ++t) {
     T* out = static_cast<T*>(a.out) + t * d;
     for (int64_t i = 0; i < d; ++i) {
       float total = 0;
-      for (int64_t p = t * a.top_k; p < (t + 1) * a.top_k; ++p) {
+      for (int64_t p = t * choices; p < (t + 1) * choices; ++p) {
         if (a.expert_ids[p] < 0 || a.expert_ids[p] >= a.experts) continue;
         total += a.expert_weights[p] * a.partial[p * d + i];
       }
@@ -231,6 +237,7 @@ bool HasPartial(const ddtree_expert_mlp_args& a) { return Array(a.partial, 4, {a
 int ddtree_expert_mlp_cpu(const ddtree_expert_mlp_args* a, int64_t task, int64_t tasks) {
   if (const int status = ddtree::Check(a, task, tasks); status != DDTREE_OK) return status;
   if (!ddtree::HasPartial(*a)) return DDTREE_INVALID_ARGUMENT;
+  if (!ddtree::HasWork(*a)) return DDTREE_OK;
   // Grows to the largest call's size and stays: one per pool thread.
   static thread_local ddtree::Scratch scratch;
   try {

@@ -333,7 +333,8 @@ bool served(int64_t rows, int64_t vocab, int64_t k) {
 size_t ddtree_draft_topk_workspace(int64_t rows, int64_t vocab, int64_t k) {
   if (!served(rows, vocab, k)) return 0;
   const Plan p = plan(rows, vocab);
-  return static_cast<size_t>(rows) * (p.splits * sizeof(Partial) + p.groups * sizeof(uint32_t));
+  const int64_t row_bytes = p.splits * sizeof(Partial) + p.groups * sizeof(uint32_t);
+  return static_cast<size_t>(ddtree::Product({rows, row_bytes}).value_or(0));
 }
 
 int ddtree_draft_topk_cuda(const ddtree_draft_topk_args* args, void* stream) {

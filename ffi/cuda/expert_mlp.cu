@@ -33,6 +33,8 @@
 #include <stdint.h>
 
 #include <algorithm>
+#include <initializer_list>
+#include <optional>
 
 #include "ffi/arguments.h"
 #include "ffi/cuda/launch.h"
@@ -75,25 +77,30 @@ struct Shared {
 // The workspace. `chunks` bounds how many there can be: an expert leaves at most one that is not full.
 struct Plan {
   int64_t pairs, chunk, chunks, bytes;
+  bool countable;  // whether int64 holds `bytes`
   int64_t experts_at, pairs_at, x_at, inner_at, partial_at;
   Plan(int64_t tokens, int64_t top_k, int64_t experts, int64_t hidden, int64_t inner, int32_t dtype) {
     const bool wide = dtype == DDTREE_F32;
-    pairs = tokens * top_k;
+    pairs = ddtree::Product({tokens, top_k}).value_or(0);
     chunk = wide || pairs <= 4 * experts ? kColumns : 2 * kColumns;
     chunks = std::min(pairs, std::min(pairs, experts) + pairs / chunk);
     bytes = 0;
-    place(12);  // the number of chunks, and of tasks drawn of either product
-    experts_at = place(4 * chunks);
-    pairs_at = place(4 * chunks * chunk);
-    x_at = place(wide ? 0 : 2 * tokens * hidden);
-    inner_at = place((wide ? 4 : 2) * pairs * inner);
-    partial_at = place(4 * pairs * hidden);
+    countable = true;
+    place({12});  // the number of chunks, and of tasks drawn of either product
+    experts_at = place({4, chunks});
+    pairs_at = place({4, chunks, chunk});
+    x_at = place({wide ? 0 : 2, tokens, hidden});
+    inner_at = place({wide ? 4 : 2, pairs, inner});
+    partial_at = place({4, pairs, hidden});
   }
 
  private:
-  int64_t place(int64_t size) {
+  // Where an array of so many bytes lies, all sizes multiplied; the next one starts at a multiple of 256.
+  int64_t place(std::initializer_list<int64_t> sizes) {
     const int64_t at = bytes;
-    bytes += ceil_div(size, 256) * 256;
+    const int64_t blocks = ceil_div(ddtree::Product(sizes).value_or(INT64_MAX), 256);
+    const std::optional<int64_t> size = ddtree::Product({blocks, 256});
+    countable = countable && size && !__builtin_add_overflow(bytes, *size, &bytes);
     return at;
   }
 };
@@ -601,9 +608,12 @@ bool served(int64_t tokens, int64_t top_k, int64_t experts, int64_t hidden, int6
     return false;
   }
   const int64_t widest = std::max(hidden, 2 * inner);
-  if (tokens > INT32_MAX || tokens * top_k > INT32_MAX / 64 || widest > INT32_MAX / 64) return false;
+  if (tokens > INT32_MAX || !ddtree::ProductWithin(INT32_MAX / 64, {tokens, top_k}) || widest > INT32_MAX / 64) {
+    return false;
+  }
   const Plan plan(tokens, top_k, experts, hidden, inner, dtype);
-  return ceil_div(tokens * hidden, kThreads) < INT32_MAX && plan.chunks * ceil_div(widest, kRows) <= INT32_MAX / 2;
+  return plan.countable && ddtree::ProductWithin(int64_t{INT32_MAX - 1} * kThreads, {tokens, hidden}) &&
+         ddtree::ProductWithin(INT32_MAX / 2, {plan.chunks, ceil_div(widest, kRows)});
 }
 
 }  // namespace

@@ -72,7 +72,8 @@ __global__ void __launch_bounds__(kThreads) accept_paths(ddtree_tree_accept_args
 
 int ddtree_tree_accept_cuda(const ddtree_tree_accept_args* args, void* stream) {
   if (const int status = ddtree::Check(args); status != DDTREE_OK) return status;
-  if (args->batch > INT32_MAX) return DDTREE_INVALID_ARGUMENT;
+  // A path is walked kThreads at a time by a 32-bit index.
+  if (args->batch > INT32_MAX || args->depth >= INT32_MAX - kThreads) return DDTREE_INVALID_ARGUMENT;
   if (args->batch == 0) return DDTREE_OK;
   accept_paths<<<static_cast<unsigned>(args->batch), kThreads, 0, static_cast<cudaStream_t>(stream)>>>(*args);
   return ddtree::launch_status();

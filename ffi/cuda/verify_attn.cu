@@ -566,9 +566,10 @@ size_t parts_bytes(int64_t batch, int64_t rows, int64_t nodes, int64_t heads) {
 bool served(int64_t batch, int64_t rows, int64_t nodes, int64_t heads, int32_t dtype) {
   const int64_t bytes = ddtree::DtypeBytes(dtype);
   return ddtree::VerifyAttnSizes(rows, nodes, heads) && ddtree::Between(0, batch, INT32_MAX) &&
-         rows <= INT32_MAX - kChunk && heads <= (INT32_MAX - kTileRows) / nodes && nodes * heads * batch <= INT32_MAX &&
-         ddtree::Countable(bytes, {batch, rows, DDTREE_ROW_DIM}) &&
-         max_steps(batch, rows, nodes, heads) + kBeginCost * batch <= kMostSteps;
+         rows <= INT32_MAX - kChunk && ddtree::ProductWithin(INT32_MAX - kTileRows, {nodes, heads}) &&
+         ddtree::ProductWithin(INT32_MAX, {nodes, heads, batch}) &&
+         ddtree::ArrayBytes(bytes, {batch, rows, DDTREE_ROW_DIM}) &&
+         max_steps(batch, rows, nodes, heads) <= kMostSteps - kBeginCost * batch;
 }
 
 }  // namespace
@@ -582,7 +583,9 @@ size_t ddtree_verify_attn_workspace(int64_t batch, int64_t rows, int64_t nodes, 
 
 int ddtree_verify_attn_cuda(const ddtree_verify_attn_args* args, void* stream) {
   if (const int status = ddtree::Check(args); status != DDTREE_OK) return status;
-  if (args->layers > INT32_MAX || !served(args->batch, args->rows, args->nodes, args->heads, args->dtype) ||
+  // A plane of the cache, a layer's request, is a 32-bit index.
+  if (!ddtree::ProductWithin(INT32_MAX, {args->layers, args->batch}) ||
+      !served(args->batch, args->rows, args->nodes, args->heads, args->dtype) ||
       !ddtree::aligned({args->query, args->cache, args->out})) {
     return DDTREE_INVALID_ARGUMENT;
   }

@@ -11,6 +11,7 @@
 
 #include "ffi/arguments.h"
 #include "ffi/cpu/kernels.h"
+#include "ffi/cpu/no_cuda.h"
 #include "ffi/ddtree.h"
 
 #if defined(__x86_64__) && defined(__GNUC__)
@@ -256,3 +257,6 @@ int ddtree_expert_mlp_sum_cpu(const ddtree_expert_mlp_args* a) {
   (a->dtype == DDTREE_BF16 ? ddtree::Weigh<uint16_t> : ddtree::Weigh<float>)(*a);
   return DDTREE_OK;
 }
+
+DDTREE_NO_CUDA_KERNEL(expert_mlp)
+DDTREE_NO_CUDA_WORKSPACE(expert_mlp, int64_t, int64_t, int64_t, int64_t, int64_t, int32_t)

@@ -24,6 +24,8 @@ def test_sources_are_listed(request):
 def test_both_devices_have_a_file_for_each_kernel(request):
     root = request.config.rootpath / "ffi"
     cpu = {path.stem for path in (root / "cpu").glob("*.cc")}
+    handlers = {path.stem for path in (root / "handlers").glob("*.h")} - {"all", "handler"}
+    assert handlers == cpu
     # A second kernel for one architecture is named after it, and one for few rows after those.
     names = [path.stem for path in (root / "cuda").glob("*.cu")]
     cuda = {name.removesuffix("_hopper").removesuffix("_few") for name in names}

@@ -6,6 +6,8 @@
 #include <algorithm>
 
 #include "ffi/cpu/kernels.h"
+#include "ffi/ddtree.h"
+#include "ffi/xla_cpu/few_rows.h"
 
 #if defined(__x86_64__) && defined(__GNUC__)
 #include <immintrin.h>

@@ -8,6 +8,8 @@
 #include <cmath>
 
 #include "ffi/cpu/kernels.h"
+#include "ffi/ddtree.h"
+#include "ffi/xla_cpu/draft_attn.h"
 
 namespace ddtree {
 namespace {

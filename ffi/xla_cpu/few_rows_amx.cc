@@ -19,6 +19,7 @@
 #include <algorithm>
 
 #include "ffi/cpu/kernels.h"
+#include "ffi/xla_cpu/few_rows.h"
 
 // GCC has the intrinsics since 11, Clang since 12.
 #if defined(__x86_64__) && defined(__linux__) && \

@@ -12,10 +12,10 @@
 
 namespace ddtree {
 
-// Of the arithmetic's numbers; 0 for a tag that names none.
+// Of the arithmetic's elements; 0 for a tag that names none.
 inline int64_t DtypeBytes(int32_t dtype) { return dtype == DDTREE_F32 ? 4 : dtype == DDTREE_BF16 ? 2 : 0; }
 
-// Of a cache's numbers beside those of `dtype`: the same, or e4m3. 0 for any other pair.
+// Of a cache's elements beside those of `dtype`: the same, or e4m3. 0 for any other pair.
 inline int64_t CacheBytes(int32_t cache_dtype, int32_t dtype) {
   if (cache_dtype == DDTREE_E4M3) return DtypeBytes(dtype) > 0 ? 1 : 0;
   return cache_dtype == dtype ? DtypeBytes(dtype) : 0;

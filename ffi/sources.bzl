@@ -32,9 +32,9 @@ CUDA_SRCS = [
     "cuda/expert_mlp.cu",
     "cuda/tree_accept.cu",
     "cuda/tree_build.cu",
-    "cuda/verify_attn.cu",
-    "cuda/verify_attn_few_hopper.cu",
-    "cuda/verify_attn_hopper.cu",
+    "cuda/verify_attn/hopper.cu",
+    "cuda/verify_attn/hopper_few.cu",
+    "cuda/verify_attn/launch.cu",
 ]
 
 CUDA_MODULE_SRCS = [

@@ -23,7 +23,7 @@ namespace ddtree {
 namespace {
 
 constexpr int64_t kGroup = 32;  // inputs that share a scale
-constexpr int64_t kRows = 4;    // weight rows that are unpacked together: one read of a token's numbers serves them all
+constexpr int64_t kRows = 4;    // weight rows that are unpacked together: one read of a token serves them all
 typedef float Half __attribute__((vector_size(32), aligned(4), may_alias));
 typedef uint32_t Ints __attribute__((vector_size(32)));
 typedef int32_t SignedInts __attribute__((vector_size(32), may_alias));
@@ -122,7 +122,7 @@ void Dots(const int32_t* words, const uint16_t* scales, int64_t inputs, const fl
   if (count == 1) DotWide<1>(words, scratch, inputs, x, out);
 }
 
-// Lays numbers out as DotWide lays out weights.
+// Lays elements out as DotWide lays out weights.
 void Interleave(float* x, int64_t count) {
   for (int64_t g = 0; g < count; g += 16) {
     float y[16];

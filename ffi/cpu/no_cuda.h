@@ -1,5 +1,5 @@
-// The CUDA entry points of a library without CUDA, one beside each CPU kernel: one header and one set of symbols for both
-// builds. They are weak: where the CUDA kernels are linked, theirs take the place of these.
+// The CUDA entry points of a library without CUDA, one beside each CPU kernel: one header and one set of symbols for
+// both builds. They are weak: where the CUDA kernels are linked, theirs take the place of these.
 #ifndef DDTREE_FFI_CPU_NO_CUDA_H_
 #define DDTREE_FFI_CPU_NO_CUDA_H_
 

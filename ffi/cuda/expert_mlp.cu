@@ -656,7 +656,7 @@ int ddtree_expert_mlp_cuda(const ddtree_expert_mlp_args* args, void* stream) {
                   workspace + plan.inner_at,
                   reinterpret_cast<float*>(workspace + plan.partial_at),
                   static_cast<int>(tokens),
-                  static_cast<int>(inner > 0 ? top_k : 0),  // without inner numbers every choice gives zeros
+                  static_cast<int>(inner > 0 ? top_k : 0),  // without inner elements every choice gives zeros
                   static_cast<int>(plan.pairs),
                   static_cast<int>(experts),
                   static_cast<int>(hidden),

@@ -123,8 +123,8 @@ __device__ __forceinline__ void sync_at(uint32_t id, uint32_t threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 
-// Stores four 8 x 8 matrices of 16-bit numbers, each thread two numbers of each as accumulators lie; lane l gives where
-// row l % 8 of matrix l / 8 goes.
+// Stores four 8 x 8 matrices of 16-bit elements, each thread two elements of each as accumulators lie; lane l gives
+// where row l % 8 of matrix l / 8 goes.
 __device__ __forceinline__ void store_matrices(uint32_t to, const uint32_t (&x)[4]) {
   asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(x[0]), "r"(x[1]),
                "r"(x[2]), "r"(x[3])
@@ -169,7 +169,7 @@ __device__ __forceinline__ void take_registers() {
 }
 
 // Descriptors of what products read in shared memory.
-// A box read along its rows: the depth of the product is a row's 64 numbers.
+// A box read along its rows: the depth of the product is a row's 64 elements.
 __device__ __forceinline__ uint64_t along_rows(uint32_t address) {
   return (address & 0x3ffffu) >> 4 | uint64_t{1} << 16 | uint64_t{1024 >> 4} << 32 | uint64_t{1} << 62;
 }

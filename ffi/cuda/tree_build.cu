@@ -49,7 +49,7 @@ __device__ __forceinline__ uint64_t child_path(uint64_t path, int rank) {
 }
 
 // What else is known of a node: the product of its ranks plus one, and how many nodes, itself included, go before it
-// whatever the numbers are.
+// whatever the values are.
 struct Info {
   uint32_t bits;
   __device__ __forceinline__ Info(int rank, int depth, int product, int ahead)

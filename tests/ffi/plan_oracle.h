@@ -7,7 +7,7 @@
 #include <tuple>
 #include <utility>
 
-#include "ffi/cuda/verify_plan.h"
+#include "ffi/cuda/verify_attn/plan/plan.h"
 
 namespace ddtree {
 

@@ -56,7 +56,7 @@ Plan plan(int64_t rows, int64_t vocab) {
   const int64_t most = ceil_div(vocab > 0 ? vocab : 1, kTile * kScanWarps);
   const int64_t want = kScanBlocks / (rows > 0 ? rows : 1);
   const int64_t sweeps = ceil_div(most, want < 1 ? 1 : want);
-  return {sweeps, ceil_div(most, sweeps), ceil_div(vocab, kGroup)};
+  return {.sweeps = sweeps, .splits = ceil_div(most, sweeps), .groups = ceil_div(vocab, kGroup)};
 }
 
 // The octets of a tile that a lane holds.

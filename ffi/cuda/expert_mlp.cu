@@ -642,25 +642,28 @@ int ddtree_expert_mlp_cuda(const ddtree_expert_mlp_args* args, void* stream) {
   }
   uint8_t* const workspace = static_cast<uint8_t*>(args->workspace);
   const auto bytes = [](const void* pointer) { return static_cast<const uint8_t*>(pointer); };
-  const Problem p{args->x,
-                  args->expert_ids,
-                  args->expert_weights,
-                  {bytes(args->gate_up), bytes(args->down)},
-                  {bytes(args->gate_up_scale), bytes(args->down_scale)},
-                  args->out,
-                  reinterpret_cast<int32_t*>(workspace),
-                  reinterpret_cast<int32_t*>(workspace) + 1,
-                  reinterpret_cast<int32_t*>(workspace + plan.experts_at),
-                  reinterpret_cast<int32_t*>(workspace + plan.pairs_at),
-                  reinterpret_cast<__nv_bfloat16*>(workspace + plan.x_at),
-                  workspace + plan.inner_at,
-                  reinterpret_cast<float*>(workspace + plan.partial_at),
-                  static_cast<int>(tokens),
-                  static_cast<int>(inner > 0 ? top_k : 0),  // without inner elements every choice gives zeros
-                  static_cast<int>(plan.pairs),
-                  static_cast<int>(experts),
-                  static_cast<int>(hidden),
-                  static_cast<int>(inner)};
+  Problem p{};
+  p.x = args->x;
+  p.ids = args->expert_ids;
+  p.shares = args->expert_weights;
+  p.words[0] = bytes(args->gate_up);
+  p.words[1] = bytes(args->down);
+  p.scales[0] = bytes(args->gate_up_scale);
+  p.scales[1] = bytes(args->down_scale);
+  p.out = args->out;
+  p.chunks = reinterpret_cast<int32_t*>(workspace);
+  p.drawn = reinterpret_cast<int32_t*>(workspace) + 1;
+  p.chunk_experts = reinterpret_cast<int32_t*>(workspace + plan.experts_at);
+  p.chunk_pairs = reinterpret_cast<int32_t*>(workspace + plan.pairs_at);
+  p.x_laid = reinterpret_cast<__nv_bfloat16*>(workspace + plan.x_at);
+  p.inner = workspace + plan.inner_at;
+  p.partial = reinterpret_cast<float*>(workspace + plan.partial_at);
+  p.tokens = static_cast<int>(tokens);
+  p.top_k = static_cast<int>(inner > 0 ? top_k : 0);  // without inner elements every choice gives zeros
+  p.pairs = static_cast<int>(plan.pairs);
+  p.experts = static_cast<int>(experts);
+  p.hidden = static_cast<int>(hidden);
+  p.inner_size = static_cast<int>(inner);
   const auto cuda_stream = static_cast<cudaStream_t>(stream);
   const bool wide = args->dtype == DDTREE_F32;
   const auto blocks_of = [](int64_t threads) { return static_cast<unsigned>(ceil_div(threads, kThreads)); };

@@ -25,7 +25,7 @@ struct Scales {
 
 __device__ __forceinline__ Scales scales_of(const Problem& p) {
   const float scale = layer_scale(p.cache_scale, p.layer, p.layers);
-  return {p.log2_scale * scale, scale};
+  return {.score = p.log2_scale * scale, .value = scale};
 }
 
 // 2^x: 0 for -inf, NaN for NaN.

@@ -263,7 +263,8 @@ __device__ __forceinline__ void attend_rows(const Problem& p, Shared<kRows, Cach
           up[side] = scale.up;
         }
         if (warp == 0 && lane < 8 && row < real) {
-          softmax[row] = {odd ? maximum[n * 2 + 1] : maximum[n * 2], total, {up[0], up[1]}};
+          softmax[row] = {
+              .maximum = odd ? maximum[n * 2 + 1] : maximum[n * 2], .sum = total, .scale = {up[0], up[1]}};
         }
       }
 #pragma unroll

@@ -74,20 +74,27 @@ __device__ __forceinline__ Guess guess_start(const Problem& p) {
   if (all <= blocks) {
     // Or columns, as start_run chooses.
     const int steps = request_of(p, 0).steps, places = steps + kBeginCost;
-    const Totals totals{all * steps, all, steps, steps, tiles, p.batch * places};
+    const Totals totals{.steps = all * steps,
+                        .tiles = all,
+                        .longest = steps,
+                        .shortest = steps,
+                        .columns = tiles,
+                        .places = p.batch * places};
     const int run = column_run(totals, blocks);
     if (run + kColumnCost < whole_cost(totals, over(steps + chunks - 1, chunks), 1)) {
       const int number = over(block, tiles), request = over(number * run, places), tile = block - number * tiles;
-      if (request >= p.batch || tile >= request_of(p, request).tiles) return {p.batch, 0, 0};
-      return {request, tile, max(number * run - request * places - kBeginCost, 0)};
+      if (request >= p.batch || tile >= request_of(p, request).tiles) return {.request = p.batch, .tile = 0, .step = 0};
+      return {.request = request, .tile = tile, .step = max(number * run - request * places - kBeginCost, 0)};
     }
   }
   const int place = rounds * block, request = over(place, chunks * tiles);
-  if (request >= p.batch) return {p.batch, 0, 0};
+  if (request >= p.batch) return {.request = p.batch, .tile = 0, .step = 0};
   const Request r = request_of(p, request);
   const int in_request = place - request * chunks * tiles, chunk = over(in_request, tiles);
   const int tile = in_request - chunk * tiles;
-  return {tile < r.tiles ? request : p.batch, tile, chunk_begin(r.steps, chunks, chunk)};
+  return {.request = tile < r.tiles ? request : p.batch,
+          .tile = tile,
+          .step = chunk_begin(r.steps, chunks, chunk)};
 }
 
 // Loads it while the plan is made.

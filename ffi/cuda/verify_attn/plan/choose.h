@@ -107,7 +107,8 @@ __device__ __forceinline__ void start_run(const Problem& p, int* needed, Run* ru
     even = even_run(warp_sum(own.steps), blocks);
     most = most_longer<kManyRows>(even);
     // Each of eight warps tries one length of whole items.
-    const int blocks_needed = count_blocks(p, {tried_run(even, most, warp), true}, 0, lane);
+    const Plan tried{.run = tried_run(even, most, warp), .whole = true};
+    const int blocks_needed = count_blocks(p, tried, 0, lane);
     if (lane == 0) needed[warp] = blocks_needed;
   }
   __syncthreads();
@@ -115,11 +116,11 @@ __device__ __forceinline__ void start_run(const Problem& p, int* needed, Run* ru
   const Totals totals = sum_up(own, unequal);
   const int own_needed = lane < kTries ? needed[lane] : blocks + 1;
   const unsigned enough = __ballot_sync(~0u, own_needed <= blocks);
-  Plan plan{even, false};
+  Plan plan{.run = even, .whole = false};
   int places = totals.steps, cost = cut_cost(totals, even);
   if (enough != 0) {
     const int chosen = __ffs(enough) - 1;
-    plan = {tried_run(even, most, chosen), true};
+    plan = {.run = tried_run(even, most, chosen), .whole = true};
     places = __shfl_sync(~0u, own_needed, chosen) * plan.run;
     if (kManyRows) {
       int together = 1;
@@ -132,7 +133,7 @@ __device__ __forceinline__ void start_run(const Problem& p, int* needed, Run* ru
       if (whole <= cost) {
         cost = whole;
       } else {
-        plan = {even, false};
+        plan = {.run = even, .whole = false};
         places = totals.steps;
       }
     }
@@ -146,7 +147,11 @@ __device__ __forceinline__ void start_run(const Problem& p, int* needed, Run* ru
     const int rest_steps = totals.steps - taken, equal = over(rest_steps + blocks - 1, blocks);
     const int left = max(kMinRun, equal), rounds_plan = rounds_cost(totals, rounds, rest_steps > 0 ? left : 0);
     if (rounds * totals.longest + left <= even + slack && (!kManyRows || rounds_plan < cost)) {
-      plan = {left, false, rounds, rest.request, rounds * blocks - rest.before};
+      plan = {.run = left,
+              .whole = false,
+              .tiles = rounds,
+              .request = rest.request,
+              .tile = rounds * blocks - rest.before};
       places = rest_steps;
       cost = rounds_plan;
       first_tile_of = first;
@@ -167,7 +172,7 @@ __device__ __forceinline__ void start_run(const Problem& p, int* needed, Run* ru
   if (kManyRows && totals.columns > 0 && totals.columns <= blocks) {
     const int columns_run = column_run(totals, blocks);
     if (columns_run + kColumnCost < cost) {
-      plan = {columns_run, false, 0, 0, 0, totals.columns};
+      plan = {.run = columns_run, .whole = false, .columns = totals.columns};
       places = totals.places;
       first_tile_of = {};
     }

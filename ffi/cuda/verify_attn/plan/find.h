@@ -31,13 +31,13 @@ __device__ __forceinline__ void look(int at, int b, int lane, int begin, int end
   const unsigned here = __ballot_sync(~0u, begin <= at && at < end);
   if (here == 0) return;
   const int source = __ffs(here) - 1;
-  *found = {b - lane + source, __shfl_sync(~0u, begin, source)};
+  *found = {.request = b - lane + source, .before = __shfl_sync(~0u, begin, source)};
 }
 
 // The requests that hold tiles `first` and `second` of all tiles. `steps` becomes those of the tiles before `second`.
 __device__ __forceinline__ void find_tiles(const Problem& p, int first, int second, int lane, Found* first_found,
                                            Found* second_found, int* steps) {
-  *first_found = *second_found = {p.batch, 0};
+  *first_found = *second_found = {.request = p.batch, .before = 0};
   int sum = 0, own_steps = 0;
 #pragma unroll 1
   for (int b = lane; b - lane < p.batch; b += 32) {
@@ -54,7 +54,7 @@ __device__ __forceinline__ void find_tiles(const Problem& p, int first, int seco
 // The requests that hold places `first` and `second` of the order.
 __device__ __forceinline__ void find_places(const Problem& p, const Plan& plan, int first, int second, int lane,
                                             Found* first_found, Found* second_found) {
-  *first_found = *second_found = {p.batch, 0};
+  *first_found = *second_found = {.request = p.batch, .before = 0};
   int sum = 0;
 #pragma unroll 1
   for (int b = lane; b - lane < p.batch; b += 32) {

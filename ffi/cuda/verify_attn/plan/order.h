@@ -103,11 +103,16 @@ DDTREE_PLAN Item item_at(const Plan& plan, const Request& r, int from) {
     const int number = over(from, plan.run);
     if (chunks == 1) {
       const int tile = over(from - number * plan.run, r.steps);
-      return {number * tiles_of_run(plan, r) + tile, 0, r.steps, number * plan.run + tile * r.steps};
+      return {.tile = number * tiles_of_run(plan, r) + tile,
+              .begin = 0,
+              .end = r.steps,
+              .place = number * plan.run + tile * r.steps};
     }
     const int chunk = over(number, r.tiles);
-    return {number - chunk * r.tiles, chunk_begin(r.steps, chunks, chunk), chunk_begin(r.steps, chunks, chunk + 1),
-            number * plan.run};
+    return {.tile = number - chunk * r.tiles,
+            .begin = chunk_begin(r.steps, chunks, chunk),
+            .end = chunk_begin(r.steps, chunks, chunk + 1),
+            .place = number * plan.run};
   }
   // The chunk of the step reached if all tiles went side by side.
   const int step = over(from, r.tiles), length = over(r.steps, chunks), longer = r.steps - chunks * length;
@@ -115,7 +120,7 @@ DDTREE_PLAN Item item_at(const Plan& plan, const Request& r, int from) {
   const int chunk = over(early ? step : step - longer, early ? length + 1 : length);
   const int begin = chunk_begin(r.steps, chunks, chunk), end = chunk_begin(r.steps, chunks, chunk + 1);
   const int tile = over(from - r.tiles * begin, end - begin);
-  return {tile, begin, end, r.tiles * begin + tile * (end - begin)};
+  return {.tile = tile, .begin = begin, .end = end, .place = r.tiles * begin + tile * (end - begin)};
 }
 
 }  // namespace ddtree

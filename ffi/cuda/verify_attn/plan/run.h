@@ -40,7 +40,14 @@ DDTREE_PLAN void next_segment(const Problem& p, Run* run, Segment* s) {
       r = request_of(p, ++run->tile_request);
       run->tile = 0;
     }
-    *s = {run->tile_request, run->tile++, 0, r.steps, r.steps, r.length, r.nodes, 1};
+    *s = {.request = run->tile_request,
+          .tile = run->tile++,
+          .step = 0,
+          .end_step = r.steps,
+          .steps = r.steps,
+          .length = r.length,
+          .nodes = r.nodes,
+          .split = 1};
     return;
   }
   if (run->left <= 0 && run->later_left > 0) {
@@ -93,8 +100,20 @@ DDTREE_PLAN int run_of(const Plan& plan, int block) { return plan.columns > 0 ? 
 DDTREE_PLAN void begin_run(const Problem& p, const Plan& plan, int block, int at, int end, const Found& first,
                            const Found& last, Run* run) {
   const int column = plan.columns > 0 ? block - run_of(plan, block) * plan.columns : 0;
-  *run = {plan, at, end - at, first.before, first.request, first.request, at, 0, first.before, 0, 0, 0, column,
-          at, end, last.request, last.before, 0};
+  *run = {.plan = plan,
+          .at = at,
+          .left = end - at,
+          .before = first.before,
+          .request = first.request,
+          .later_request = first.request,
+          .later_at = at,
+          .later_left = 0,
+          .later_before = first.before,
+          .column = column,
+          .start = at,
+          .end = end,
+          .last_request = last.request,
+          .last_before = last.before};
   if (plan.whole || plan.columns > 0 || at >= end) return;
   const Item item = item_at(plan, rest_of(p, plan, last.request), end - 1 - last.before);
   const int begun = last.before + item.place;

@@ -61,9 +61,25 @@ struct Splits {
 DDTREE_PLAN Splits splits_of(const Plan& plan, const Request& rest, int before, int tile) {
   const int steps_before = before + begin_cost(plan), chunks = chunks_of(plan, rest);
   if (plan.columns > 0) {
-    return {plan.run, plan.whole, rest.tiles, steps_before, rest.steps, chunks, 0, plan.columns, tile};
+    return {.run = plan.run,
+            .whole = plan.whole,
+            .tiles = rest.tiles,
+            .before = steps_before,
+            .steps = rest.steps,
+            .chunks = chunks,
+            .tile = 0,
+            .columns = plan.columns,
+            .column = tile};
   }
-  return {plan.run, plan.whole, rest.tiles, steps_before, rest.steps, chunks, tile, 1, 0};
+  return {.run = plan.run,
+          .whole = plan.whole,
+          .tiles = rest.tiles,
+          .before = steps_before,
+          .steps = rest.steps,
+          .chunks = chunks,
+          .tile = tile,
+          .columns = 1,
+          .column = 0};
 }
 
 // What launch_combine must know of a tile that may have been split.
@@ -83,7 +99,10 @@ DDTREE_PLAN SplitTile split_tile(const Problem& p, const Plan& plan, const Reque
                              int tile) {
   const Splits splits = splits_of(plan, rest, before, tile);
   const int first_row = (tile + first_tile(plan, request, request_of(p, request))) * kTileRows;
-  return {splits, request, first_row, splits.is_unsplit() ? 0 : min(rest.nodes * p.heads - first_row, kTileRows)};
+  return {.splits = splits,
+          .request = request,
+          .first_row = first_row,
+          .rows = splits.is_unsplit() ? 0 : min(rest.nodes * p.heads - first_row, kTileRows)};
 }
 
 // The tile that the end of a block's run cuts, if the block has its first split and the tile is not of chunks; else one

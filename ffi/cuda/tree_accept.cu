@@ -1,5 +1,5 @@
-// The walk along the target's tokens, one block a request: every node looks for the child that its target token names,
-// all at once in shared memory; then one thread follows at most L + 1 links.
+// The walk along the target's tokens, one block per request: every node looks for the child that its target token
+// names, all at once in shared memory; then one thread follows at most L + 1 links.
 #include <cuda_runtime.h>
 
 #include "ffi/arguments.h"

@@ -1,4 +1,4 @@
-// The best-first tree, one block a request. Up to 32 nodes a warp runs the heap (tree_heap.h); more are found without
+// The best-first tree, one block per request. Up to 32 nodes a warp runs the heap (tree_heap.h); more are found without
 // being popped one by one.
 //
 // The heap pops the paths of the rank lattice in one total order: cost, the negated float64 sum of log-probabilities

@@ -1,4 +1,4 @@
-// The product of a few rows with a matrix: with the processor's own vectors, or by AMX.
+// The matmul of a few rows with a matrix: with the processor's own vectors, or by AMX.
 #ifndef DDTREE_FFI_XLA_CPU_FEW_ROWS_H_
 #define DDTREE_FFI_XLA_CPU_FEW_ROWS_H_
 

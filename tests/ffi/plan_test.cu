@@ -1,6 +1,6 @@
-// Whether the plan of verify_attn's work does all of it once, evenly, and what combines them finds what was left: random
-// problems, and those of tests/gpu, on the host. What a warp does together on the device (start_run, list_split_tiles)
-// is done by loops here; plan_on_warps_test.cc runs that itself.
+// Whether the plan of verify_attn's work does all of it once, evenly, and what combines them finds what was left:
+// random problems, and those of tests/gpu, on the host. What a warp does together on the device (start_run,
+// list_split_tiles) is done by loops here; plan_on_warps_test.cc runs that itself.
 #include <cstdio>
 #include <cstdlib>
 #include <map>

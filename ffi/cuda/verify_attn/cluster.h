@@ -8,7 +8,7 @@
 // combines its rows out of the shared memory of all. So no split goes to memory, there is no second launch, and the
 // plan is a division.
 //
-// Bound. Another block's shared memory gives 14 bytes a cycle, a quarter of what L2 gives: that is why splits are
+// Bound. Another block's shared memory gives 14 bytes per cycle, a quarter of what L2 gives: that is why splits are
 // float16. All of a call's clusters must run at once, and what runs at once depends on the size: an H200 takes 7
 // clusters of 16 blocks, 15 of 8, 17 of 6, 30 of 4.
 #ifndef DDTREE_FFI_CUDA_VERIFY_ATTN_CLUSTER_H_

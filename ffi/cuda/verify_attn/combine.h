@@ -44,7 +44,7 @@ struct Slice;
 template <>
 struct Slice<float> {
   static constexpr int kTogether = 4;  // that a warp asks for at a time
-  static constexpr int kBlocks = 2;    // for a SM, as many as registers allow
+  static constexpr int kBlocks = 2;    // for an SM, as many as registers allow
   float4 x[2];
   __device__ __forceinline__ void load(const float* row) {
     x[0] = reinterpret_cast<const float4*>(row)[0];
@@ -130,7 +130,7 @@ __device__ __forceinline__ void add_splits(const uint8_t* splits, int known, int
   }
 }
 
-// Rows past num_nodes: what lies in the cache for them. A warp a row.
+// Rows past num_nodes: what lies in the cache for them. A warp per row.
 template <typename Cache>
 __device__ __forceinline__ void copy_latents(const Problem& p, float scale, int lane) {
   const int layer = layer_of(p.layer, p.layers), request_rows = p.nodes * p.heads;

@@ -1,8 +1,8 @@
 // verify_attn in bfloat16 for Hopper (sm_90a), over a cache of bfloat16 or e4m3: TMA loads and warpgroup matmuls.
 //
-// Problem: a tile of 64 rows (node and head, heads fastest) over a request's cache, 64 cache rows a step.
+// Problem: a tile of 64 rows (node and head, heads fastest) over a request's cache, 64 cache rows per step.
 //
-// Bound. The tensor cores take 2,176 cycles per step. Shared memory at 128 bytes a cycle takes more: 576 cycles for
+// Bound. The tensor cores take 2,176 cycles per step. Shared memory at 128 bytes per cycle takes more: 576 cycles for
 // rows that come, 576 and 480 for reading rows and queries for scores, 512 for the output, 128 for weights. So as much
 // of the queries as there is room for stays in registers, a sixth.
 //
@@ -125,7 +125,7 @@ __global__ void __launch_bounds__(kThreads, 1)
       attend_side<1, kCluster, Cache>(p, s, thread - kGroupThreads, out, maximum);
     }
     if (kCluster) {
-      // No product reads the keys any more: the output is left in their place.
+      // No matmul reads the keys any more: the output is left in their place.
       Left* left = reinterpret_cast<Left*>(s.keys);
       leave_output(p, s.segments[0], left, thread, out, maximum, s.sum);
       combine_cluster<kComputeThreads / 32>(p, s.segments[0], left, thread);

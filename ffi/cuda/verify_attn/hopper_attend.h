@@ -33,9 +33,9 @@ __device__ __forceinline__ void clear_not_finite(uint8_t* keys, int first, int e
   }
 }
 
-// Starts the product of the queries with half `kHalf` of tile `tile`; with kFirst the scores begin with it. A warpgroup
-// must issue faster than the tensor cores work, so nothing but products is between the products of a half. What of the
-// queries is `held` in registers spares reads of shared memory, which limits these products.
+// Starts the matmul of the queries with half `kHalf` of tile `tile`; with kFirst the scores begin with it. A warpgroup
+// must issue faster than the tensor cores work, so nothing but matmuls is between the matmuls of a half. What of the
+// queries is `held` in registers spares reads of shared memory, which limits these matmuls.
 //
 // The first warpgroup's last half is two groups: the second one begins when the first of them is done. The rotary
 // elements of an e4m3 tile are there when both halves are.
@@ -47,7 +47,7 @@ __device__ __forceinline__ void start_scores(Shared& s, uint32_t tile, const uin
   const uint64_t query = sm90::along_rows(sm90::shared_address(s.query));
   const uint64_t keys = sm90::along_rows(sm90::shared_address(s.keys[kSide]));
   sm90::wait(&s.full[kSide][kHalf], tile / 2 % 2);
-  sm90::begin_products();
+  sm90::wgmma_fence();
 #pragma unroll
   for (int at = first_box(kHalf); at < kEnd; ++at) {
     const int box = at < first_box(kHalf) + kHalfBoxes ? at : kBoxes - 1;
@@ -56,7 +56,7 @@ __device__ __forceinline__ void start_scores(Shared& s, uint32_t tile, const uin
       const uint32_t offset = box * sm90::kBoxBytes + k * 32;
       const bool add = !kFirst || at > first_box(kHalf) || k > 0;
       const int depth = box * 4 + k - (kDepths - kHeld<Cache>);
-      if (kSide == 0 && box == kBoxes - kHandOver && k == 0) sm90::end_products();
+      if (kSide == 0 && box == kBoxes - kHandOver && k == 0) sm90::wgmma_commit();
       if (depth >= 0) {
         sm90::multiply_64(score, held[max(depth, 0)], sm90::further(keys, offset), add);
       } else {
@@ -64,7 +64,7 @@ __device__ __forceinline__ void start_scores(Shared& s, uint32_t tile, const uin
       }
     }
   }
-  sm90::end_products();
+  sm90::wgmma_commit();
 }
 
 // The scores of a cluster block's first tile, each box as it arrives.
@@ -74,17 +74,17 @@ __device__ __forceinline__ void start_first_scores(Shared& s, float (&score)[32]
 #pragma unroll
   for (int box = 0; box < kBoxes; ++box) {
     sm90::wait(&s.arrived[box], 0);
-    sm90::begin_products();
+    sm90::wgmma_fence();
 #pragma unroll
     for (int k = 0; k < 4; ++k) {
       const uint32_t offset = box * sm90::kBoxBytes + k * 32;
       sm90::multiply_64(score, sm90::further(query, offset), sm90::further(keys, offset), box > 0 || k > 0);
     }
-    sm90::end_products();
+    sm90::wgmma_commit();
   }
 }
 
-// Scores of a thread's two rows to weights, as the second product takes them from registers: four depths of 16 cache
+// Scores of a thread's two rows to weights, as the second matmul takes them from registers: four depths of 16 cache
 // rows. `factor` becomes what the output so far shrinks by.
 __device__ __forceinline__ void weigh(float (&score)[32], float (&maximum)[2], float (&sum)[2], float (&factor)[2],
                                       uint32_t (&weights)[4][4]) {
@@ -200,10 +200,10 @@ __device__ __forceinline__ void attend_side(const Problem& p, Shared& s, int thr
   const auto end_scores = [&] {
     if (kSide == 0) {
       // Told when they are all but done, or the tensor cores would idle while it hears of it.
-      sm90::wait_products<1>();
+      sm90::wgmma_wait<1>();
       if (lane == 0) sm90::arrive(&s.scored);
     }
-    sm90::wait_products<0>();
+    sm90::wgmma_wait<0>();
     sm90::pin(score);
   };
   if (kCluster) {
@@ -247,11 +247,11 @@ __device__ __forceinline__ void attend_side(const Problem& p, Shared& s, int thr
       }
       // Over all rows, since the warps of a group must wait together.
       if (__builtin_expect(__any_sync(~0u, s.factor[lane] != 1.0f || s.factor[lane + 32] != 1.0f), 0)) {
-        sm90::wait_products<0>();  // none may be under way while registers of one change
+        sm90::wgmma_wait<0>();  // none may be under way while registers of one change
         sm90::pin(out);
         rescale(out, factor);
       }
-      sm90::begin_products();
+      sm90::wgmma_fence();
       const uint64_t weights = sm90::along_rows(sm90::shared_address(s.weights));
       const uint64_t values =
           sm90::down_rows(sm90::shared_address(s.keys[kSide ^ 1] + first_box(kSide) * sm90::kBoxBytes));
@@ -259,9 +259,9 @@ __device__ __forceinline__ void attend_side(const Problem& p, Shared& s, int thr
       for (int k = 0; k < 4; ++k) {
         sm90::multiply_256(out, sm90::further(weights, k * 32), sm90::further(values, k * 2048));
       }
-      sm90::end_products();
+      sm90::wgmma_commit();
     };
-    // A tile of this one: scores, weights, and the product.
+    // A tile of this one: scores, weights, and the matmul.
     const auto own_tile = [&] {
       if (tile + 2 >= end && lane == 0) sm90::arrive(&s.query_empty);
 #pragma unroll
@@ -300,32 +300,32 @@ __device__ __forceinline__ void attend_side(const Problem& p, Shared& s, int thr
       uint32_t weights[4][4];
       weigh(score, maximum, sum, factor, weights);
       const auto multiply = [&] {
-        sm90::begin_products();
+        sm90::wgmma_fence();
         const uint64_t values =
             sm90::down_rows(sm90::shared_address(s.keys[kSide] + first_box(kSide) * sm90::kBoxBytes));
 #pragma unroll
         for (int k = 0; k < 4; ++k) sm90::multiply_256(out, weights[k], sm90::further(values, k * 2048));
-        sm90::end_products();
+        sm90::wgmma_commit();
       };
       const bool shrinks = factor[0] != 1.0f || factor[1] != 1.0f;
       if (kSide == 0) {
-        sm90::wait_products<0>();
+        sm90::wgmma_wait<0>();
         sm90::pin(out);
         if (__builtin_expect(__any_sync(~0u, shrinks), 0)) rescale(out, factor);
       } else {
-        // No scores are under way beside this softmax, only the product with the other's tile: when that ends, this
-        // product must stand in line, and cannot wait until the weights have been published. Its operands are only read
+        // No scores are under way beside this softmax, only the matmul with the other's tile: when that ends, this
+        // matmul must stand in line, and cannot wait until the weights have been published. Its operands are only read
         // until it is done.
         if (__builtin_expect(sm90::any_at(kGroup + kSide, kGroupThreads, shrinks), 0)) {
-          sm90::wait_products<0>();  // none may be under way while registers of one change
+          sm90::wgmma_wait<0>();  // none may be under way while registers of one change
           sm90::pin(out);
           rescale(out, factor);
         }
         multiply();
-        sm90::wait_products<1>();
+        sm90::wgmma_wait<1>();
         if (tile > first && lane == 0) sm90::arrive(&s.empty[0][1]);
       }
-      sm90::sync_at(kGroup + kSide, kGroupThreads);  // no warp's product still reads the weights of the tile before
+      sm90::sync_at(kGroup + kSide, kGroupThreads);  // no warp's matmul still reads the weights of the tile before
       {
         const int place = hidden(thread), row = place / 32 * 16 + place % 16;
         const uint32_t to = sm90::shared_address(s.weights) + row * 128;
@@ -342,7 +342,7 @@ __device__ __forceinline__ void attend_side(const Problem& p, Shared& s, int thr
       sm90::fence_writes();
       sm90::arrive(&s.published[kSide]);
       if (kSide == 0) multiply();
-      sm90::wait_products<0>();
+      sm90::wgmma_wait<0>();
       sm90::pin(out);
       if (lane == 0) sm90::arrive(&s.empty[kSide][kSide]);
     };
@@ -351,18 +351,18 @@ __device__ __forceinline__ void attend_side(const Problem& p, Shared& s, int thr
         if (kSide == 0) {
           other_tile();
           start_scores<0, 0, true, Cache>(s, tile + 1, held, score);
-          sm90::wait_products<1>();
+          sm90::wgmma_wait<1>();
           sm90::pin(out);
           if (lane == 0) sm90::arrive(&s.empty[1][0]);
           start_scores<0, 1, false, Cache>(s, tile + 1, held, score);
           end_scores();
         } else {
-          // After the other's scores: their softmax then goes on beside this product.
+          // After the other's scores: their softmax then goes on beside this matmul.
           sm90::wait(&s.scored, tile / 2 % 2);
           start_scores<1, 1, true, Cache>(s, tile + 1, held, score);
           start_scores<1, 0, false, Cache>(s, tile + 1, held, score);
           other_tile();
-          sm90::wait_products<1>();
+          sm90::wgmma_wait<1>();
           sm90::pin(score);
         }
         ++tile;
@@ -373,7 +373,7 @@ __device__ __forceinline__ void attend_side(const Problem& p, Shared& s, int thr
     if (tile < end) {
       if (kSide == 1) sm90::wait(&s.scored, tile / 2 % 2);  // every phase of a barrier is waited for
       other_tile();
-      sm90::wait_products<0>();
+      sm90::wgmma_wait<0>();
       sm90::pin(out);
       if (lane == 0) sm90::arrive(&s.empty[kSide ^ 1][kSide]);
       ++tile;
@@ -433,7 +433,7 @@ __device__ __forceinline__ void attend_side(const Problem& p, Shared& s, int thr
     };
     const bool more = s.segments[(number + 1) % 2].request < p.batch;
     if (more && tile % 2 == kSide) {
-      // The next products go on while this is written.
+      // The next matmuls go on while this is written.
       hold_query(number + 1);
       begin_scores();
       write();

@@ -1,6 +1,6 @@
 // verify_attn in bfloat16 for Hopper (sm_90a) where a request has at most 32 query rows, as in plain decoding.
 //
-// Problem: one tile per request, of 16 or 32 rows, over the request's cache, 64 cache rows a step.
+// Problem: one tile per request, of 16 or 32 rows, over the request's cache, 64 cache rows per step.
 //
 // Bound: memory, and so the bytes that are under way.
 //
@@ -49,7 +49,7 @@ __device__ __forceinline__ float over_warps(const float (&x)[kWarps], const Add&
   return add(add(all.x, all.y), add(all.z, all.w));
 }
 
-// What the warpgroup does. Of a product's 64 rows a thread holds warp * 16 + lane / 4 and the one 8 below; of its
+// What the warpgroup does. Of a matmul's 64 rows a thread holds warp * 16 + lane / 4 and the one 8 below; of its
 // columns, which are query rows, 8 n + lane % 4 * 2 and the next one. A thread's column i is i / 2 * 8 + lane % 4 * 2 +
 // i % 2.
 template <int kRows, bool kCluster, typename Cache>
@@ -84,7 +84,7 @@ __device__ __forceinline__ void attend_rows(const Problem& p, Shared<kRows, Cach
 #pragma unroll 1
     for (int step = segment.step; step < end_step; ++step) {
       const uint32_t tile = sm90::shared_address(s.latents[buffer]);
-      // Two sums, since a product waits for the one before that adds to the same.
+      // Two sums, since a matmul waits for the one before that adds to the same.
       float score[kRows / 2], other[kRows / 2];
       const auto score_box = [&](uint64_t keys, int box) {
 #pragma unroll
@@ -97,18 +97,18 @@ __device__ __forceinline__ void attend_rows(const Problem& p, Shared<kRows, Cach
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         sm90::wait(&s.full[buffer][half], phase);
-        sm90::begin_products();
+        sm90::wgmma_fence();
 #pragma unroll
         for (int box = half * kLatentBoxes / 2; box < (half + 1) * kLatentBoxes / 2; ++box) {
           score_box(sm90::further(keys, box * sm90::kBoxBytes), box);
         }
-        sm90::end_products();
+        sm90::wgmma_commit();
       }
       sm90::wait(&s.rotary_full[rotary], rotary_phase);
-      sm90::begin_products();
+      sm90::wgmma_fence();
       score_box(sm90::along_rows(sm90::shared_address(s.rotary[rotary])), kLatentBoxes);
-      sm90::end_products();
-      sm90::wait_products<0>();
+      sm90::wgmma_commit();
+      sm90::wgmma_wait<0>();
       sm90::pin(score);
       sm90::pin(other);
       if (lane == 0) sm90::arrive(&s.rotary_empty[rotary]);
@@ -155,7 +155,7 @@ __device__ __forceinline__ void attend_rows(const Problem& p, Shared<kRows, Cach
       bool exceeds = false;
 #pragma unroll
       for (int i = 0; i < kRows / 2; ++i) exceeds |= score[i] > maximum[in_column(i)] + kSlack;
-      // Also, no warp's product still reads the weights of the tile before.
+      // Also, no warp's matmul still reads the weights of the tile before.
       if (sm90::any_at(kGroup, kComputeThreads, exceeds)) {
         float top[kColumns];
 #pragma unroll
@@ -195,7 +195,7 @@ __device__ __forceinline__ void attend_rows(const Problem& p, Shared<kRows, Cach
       }
       sm90::fence_writes();
       sm90::sync_at(kGroup, kComputeThreads);
-      sm90::begin_products();
+      sm90::wgmma_fence();
       const uint64_t values = sm90::down_rows(tile);
 #pragma unroll
       for (int box = 0; box < kLatentBoxes; ++box) {
@@ -205,8 +205,8 @@ __device__ __forceinline__ void attend_rows(const Problem& p, Shared<kRows, Cach
                                     sm90::further(weights, k * 32), 1);
         }
       }
-      sm90::end_products();
-      sm90::wait_products<0>();
+      sm90::wgmma_commit();
+      sm90::wgmma_wait<0>();
 #pragma unroll
       for (int box = 0; box < kLatentBoxes; ++box) sm90::pin(out[box]);
       if (lane == 0) sm90::arrive(&s.empty[buffer]);
@@ -236,7 +236,7 @@ __device__ __forceinline__ void attend_rows(const Problem& p, Shared<kRows, Cach
         }
       }
     }
-    sm90::sync_at(kGroup, kComputeThreads);  // also, in a cluster, no product reads the latents any more
+    sm90::sync_at(kGroup, kComputeThreads);  // also, in a cluster, no matmul reads the latents any more
     const int real = segment.nodes * p.heads;
     __nv_bfloat16* rows =
         p.out + static_cast<int64_t>(segment.request) * p.nodes * p.heads * DDTREE_LATENT_DIM;

@@ -23,7 +23,7 @@ constexpr int kThreads = 3 * kGroupThreads;  // and one that loads, whose regist
 constexpr int kBoxes = DDTREE_ROW_DIM / 64;     // of a tile
 constexpr int kHalfBoxes = DDTREE_LATENT_DIM / 128;
 constexpr int kColumns = DDTREE_LATENT_DIM / 2;  // of a warpgroup
-constexpr int kDepths = DDTREE_ROW_DIM / 16;     // products that make a tile's scores
+constexpr int kDepths = DDTREE_ROW_DIM / 16;     // matmuls that make a tile's scores
 // Of those, the last ones, whose elements of the queries are kept in registers, which e4m3 has none for.
 template <typename Cache>
 constexpr int kHeld = sizeof(Cache) == 2 ? 6 : 0;
@@ -109,8 +109,8 @@ __device__ __forceinline__ void init_barriers(Shared& s) {
   sm90::fence_barrier_init();
 }
 
-// What is loaded, box by box. In clusters the query and a block's first tile come in boxes of 64 elements a row, else a
-// query tile is one box; a tile of the cache is two, its halves.
+// What is loaded, box by box. In clusters the query and a block's first tile come in boxes of 64 elements per row, else
+// a query tile is one box; a tile of the cache is two, its halves.
 struct Maps {
   CUtensorMap query, slice, halves[2];
 };

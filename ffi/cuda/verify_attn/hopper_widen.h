@@ -35,7 +35,7 @@ __device__ __forceinline__ uint4 widen(uint32_t low, uint32_t high) {
 
 // What a thread has of a piece: 16 elements of each of some rows. Eight warps take a whole tile at a time; four take
 // half of its latent elements, and the rotary elements of half of its rows. Either way they take eight rows together,
-// so all that a thread stores has the same place in the swizzle, and then rotary elements of eight rows a warp.
+// so all that a thread stores has the same place in the swizzle, and then rotary elements of eight rows per warp.
 template <int kWarps>
 struct Piece {
   static constexpr int kTogether = 8;

@@ -1,10 +1,10 @@
 // verify_attn in bfloat16 on sm_80 and up.
 //
-// Problem: a tile of 64 rows (node and head, heads fastest) over a request's cache, 32 cache rows a step, so that one
+// Problem: a tile of 64 rows (node and head, heads fastest) over a request's cache, 32 cache rows per step, so that one
 // read of the cache serves 64 rows.
 //
-// Bound. A block has 99 KB of shared memory on sm_120, and two stages of 32 rows take 72 KB of it. Query and output must
-// live in registers: 64 x 576 bfloat16 and 64 x 512 floats, 200 KB of a block's 256.
+// Bound. A block has 99 KB of shared memory on sm_120, and two stages of 32 rows take 72 KB of it. Query and output
+// must live in registers: 64 x 576 bfloat16 and 64 x 512 floats, 200 KB of a block's 256.
 //
 // Schedule. Eight warps are two groups of 32 rows by four that share a row's elements: of every 64 elements, warp
 // `part` has 16. It holds the group's query for its elements and the output for its columns. Scores of a step are sums
@@ -43,9 +43,9 @@ namespace portable {
 constexpr int kWarps = kThreads / 32;
 constexpr int kGroupRows = 32;  // of four warps
 constexpr int kParts = 4;       // warps that share a group's rows
-constexpr int kKSteps = DDTREE_ROW_DIM / 64;     // 16-number slices of a warp in the first product
+constexpr int kKSteps = DDTREE_ROW_DIM / 64;     // 16-element slices of a warp in the first matmul
 constexpr int kColumns = DDTREE_LATENT_DIM / 64;  // 16-column slices of a warp in the second
-constexpr int kKeysAhead = 3;    // fragments of cache rows that are on their way to the first product
+constexpr int kKeysAhead = 3;    // fragments of cache rows that are on their way to the first matmul
 constexpr int kValuesAhead = 4;  // to the second
 constexpr int kExchange = 1024;  // bytes of scores that a warp sends to another
 constexpr int kExchangeOffset = kStages * kStageBytes;
@@ -136,7 +136,7 @@ __device__ __forceinline__ void send_scores(uint8_t* shared, Place me, int half,
   }
 }
 
-// The first product of a step, 16 cache rows at a time: half of the sums at a time leaves registers for fragments
+// The first matmul of a step, 16 cache rows at a time: half of the sums at a time leaves registers for fragments
 // on their way. A warp sums over its own elements and shares out the sums; in `own` it has those of the row that this
 // lane's quad owns: own[t] are of cache rows 8 t + 2 (lane % 4) and the next.
 __device__ __forceinline__ void score_step(uint8_t* shared, uint32_t stage, const uint32_t (&query)[2][kKSteps][4],
@@ -168,7 +168,7 @@ __device__ __forceinline__ void score_step(uint8_t* shared, uint32_t stage, cons
 }
 
 // The softmax of a step: completes the scores of the row that this lane's quad owns, and leaves their weights, laid out
-// as the second product takes them, and by what the row's output so far shrinks.
+// as the second matmul takes them, and by what the row's output so far shrinks.
 template <typename Cache>
 __device__ __forceinline__ void weigh_step(const Problem& p, uint8_t* shared, const SegmentAndRows& segment,
                                            int number, bool masked, Place me, float (&own)[4][2]) {
@@ -344,7 +344,7 @@ __global__ void __launch_bounds__(kThreads, 1) attend(const Problem p, const __g
       float own[4][2];
       score_step(shared, stage, query, Place(thread), own);
       if constexpr (!kBoxes<Cache>) {
-        // Not before the first product: its reads of shared memory would queue behind these copies.
+        // Not before the first matmul: its reads of shared memory would queue behind these copies.
         if (number + kAhead < segment.end) ask(number + kAhead);
         commit_copies();
       }

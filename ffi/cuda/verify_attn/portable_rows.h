@@ -5,7 +5,7 @@
 //
 // From sm_90 on one thread asks for a step of bfloat16, a box of a tensor map. What TMA brings beyond a request's rows
 // are rows of the same request, or zeros: nodes do not see them. Else every thread copies chunks of 16 bytes, which
-// hold up the reads of shared memory that products wait for.
+// hold up the reads of shared memory that matmuls wait for.
 #ifndef DDTREE_FFI_CUDA_VERIFY_ATTN_PORTABLE_ROWS_H_
 #define DDTREE_FFI_CUDA_VERIFY_ATTN_PORTABLE_ROWS_H_
 

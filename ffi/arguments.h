@@ -5,15 +5,17 @@
 #include <stdint.h>
 
 #include <initializer_list>
+#include <optional>
 
 #include "ffi/ddtree.h"
+#include "ffi/sizes.h"
 
 namespace ddtree {
 
-// Of the arithmetic's numbers; 0 for a tag that names none.
+// Of the arithmetic's elements; 0 for a tag that names none.
 inline int64_t DtypeBytes(int32_t dtype) { return dtype == DDTREE_F32 ? 4 : dtype == DDTREE_BF16 ? 2 : 0; }
 
-// Of a cache's numbers beside those of `dtype`: the same, or e4m3. 0 for any other pair.
+// Of a cache's elements beside those of `dtype`: the same, or e4m3. 0 for any other pair.
 inline int64_t CacheBytes(int32_t cache_dtype, int32_t dtype) {
   if (cache_dtype == DDTREE_E4M3) return DtypeBytes(dtype) > 0 ? 1 : 0;
   return cache_dtype == dtype ? DtypeBytes(dtype) : 0;
@@ -22,31 +24,25 @@ inline int64_t CacheBytes(int32_t cache_dtype, int32_t dtype) {
 // Of a cache whose rows only move; 0 for a tag that names no dtype.
 inline int64_t RowElementBytes(int32_t dtype) { return dtype == DDTREE_E4M3 ? 1 : DtypeBytes(dtype); }
 
-// Whether no size is negative and the bytes can be counted. Zeros are left out of the product, so that the products of
-// some of the sizes, which kernels form, can be counted too.
-inline bool Countable(int64_t element_bytes, std::initializer_list<int64_t> sizes) {
-  int64_t bytes = element_bytes == 1 ? 2 : element_bytes;  // e4m3 counts as the bfloat16 that it becomes
-  for (const int64_t size : sizes) {
-    if (size < 0 || (size > 0 && __builtin_mul_overflow(bytes, size, &bytes))) return false;
-  }
-  return element_bytes > 0;
+// The bytes of an array, or nothing if they cannot be counted. e4m3 counts as the bfloat16 that it is converted to.
+inline std::optional<int64_t> ArrayBytes(int64_t element_bytes, std::initializer_list<int64_t> sizes) {
+  if (element_bytes <= 0) return std::nullopt;
+  return Product(sizes, element_bytes == 1 ? 2 : element_bytes);
 }
 
-// Whether an array can be there: its bytes can be counted and, if it has any, `data` leads to aligned elements.
+// Whether an array can be there: its bytes can be counted and, if it has any, `data` leads to aligned elements that
+// all have an address.
 inline bool Array(const void* data, int64_t element_bytes, std::initializer_list<int64_t> sizes) {
-  if (!Countable(element_bytes, sizes)) return false;
-  for (const int64_t size : sizes) {
-    if (size == 0) return true;
-  }
-  return data != nullptr && reinterpret_cast<uintptr_t>(data) % element_bytes == 0;
+  const std::optional<int64_t> bytes = ArrayBytes(element_bytes, sizes);
+  if (!bytes || *bytes == 0) return bytes.has_value();
+  const uintptr_t address = reinterpret_cast<uintptr_t>(data);
+  return data != nullptr && address % element_bytes == 0 && static_cast<uintptr_t>(*bytes) <= UINTPTR_MAX - address;
 }
 
 // Whether a cache's scale can be there: none means 1, and only e4m3 has one.
 inline bool CacheScale(const float* scale, int32_t cache_dtype, int64_t layers) {
   return scale == nullptr || (cache_dtype == DDTREE_E4M3 && Array(scale, 4, {layers}));
 }
-
-inline bool Between(int64_t low, int64_t value, int64_t high) { return low <= value && value <= high; }
 
 // Limits on sizes that a kernel's block and its workspace query share.
 inline bool DraftTopkSizes(int64_t vocab, int64_t k) {
@@ -56,8 +52,8 @@ inline bool VerifyAttnSizes(int64_t rows, int64_t nodes, int64_t heads) {
   return Between(1, nodes, DDTREE_MAX_NODES) && nodes <= rows && heads >= 1;
 }
 inline bool ExpertMlpSizes(int64_t tokens, int64_t top_k, int64_t hidden, int64_t inner) {
-  return hidden % 32 == 0 && inner % 32 == 0 && Countable(16, {hidden}) && Countable(16, {inner}) &&
-         Countable(8, {tokens, top_k, inner}) && Countable(8, {tokens, top_k, hidden});
+  return hidden % 32 == 0 && inner % 32 == 0 && Product({hidden}, 16) && Product({inner}, 16) &&
+         Product({tokens, top_k, inner}, 8) && Product({tokens, top_k, hidden}, 8);
 }
 
 inline bool Sound(const ddtree_draft_topk_args& a) {

@@ -6,9 +6,11 @@
 // an array.
 //
 // A call checks its whole block before it touches an array: a null pointer to an array that has elements, one that is
-// not aligned to them, a negative size, sizes whose product overflows, an unknown dtype, a size over the limits below,
-// too small a workspace or a share outside 0 .. tasks - 1 is an error code. What arrays hold is never an error: indices
-// in them that lead nowhere mean what each block's comment says. An array without elements may be null.
+// not aligned to them, a negative size, sizes whose product overflows, an unknown dtype, a size over the limits below
+// or over what a CUDA grid and a kernel's 32-bit indices hold, too small a workspace or a share outside 0 .. tasks - 1
+// is an error code. Sizes that claim more memory than an array has are the caller's to avoid: no call can see that.
+// What arrays hold is never an error: indices in them that lead nowhere mean what each block's comment says. An array
+// without elements may be null.
 //
 //   *_cuda(args, stream)       enqueues on `stream` (a cudaStream_t) and returns. DDTREE_NO_CUDA where the library was
 //                              built without CUDA.
@@ -23,11 +25,11 @@
 //
 //   ddtree_tree_build_args args = {.abi_version = DDTREE_ABI_VERSION, .batch = 1, ...};
 //
-// Notation: B requests, L draft positions, V vocabulary, K candidates a position, N nodes (budget + 1, root at 0),
-// W = ceil(N / 32) mask words, S cache rows a request, H heads. A latent row is 512 latent then 64 rope numbers.
+// Notation: B requests, L draft positions, V vocabulary, K candidates per position, N nodes (budget + 1, root at 0),
+// W = ceil(N / 32) mask words, S cache rows per request, H heads. A latent row is 512 latent then 64 rope elements.
 //
-// A cache holds numbers of the call's `dtype`, or of DDTREE_E4M3 in half the bytes of bf16: those stand for the number
-// times `cache_scale` of their layer.
+// A cache holds elements of the call's `dtype`, or of DDTREE_E4M3 in half the bytes of bf16: each stands for itself
+// times `cache_scale` of its layer.
 #ifndef DDTREE_FFI_DDTREE_H_
 #define DDTREE_FFI_DDTREE_H_
 
@@ -46,8 +48,8 @@ extern "C" {
 
 enum {
   DDTREE_ABI_VERSION = 2,               // grows whenever a block, a limit's meaning or an entry point changes
-  DDTREE_LATENT_DIM = 512,              // compressed K/V numbers a row: what attention returns
-  DDTREE_ROPE_DIM = 64,                 // shared rotary key numbers a row
+  DDTREE_LATENT_DIM = 512,              // compressed K/V elements per row: what attention returns
+  DDTREE_ROPE_DIM = 64,                 // shared rotary key elements per row
   DDTREE_ROW_DIM = 576,                 // one cache row and one query
   DDTREE_MAX_NODES = 257,               // budget 256 and the root
   DDTREE_MAX_WORDS = 9,                 // ceil(257 / 32)
@@ -158,7 +160,7 @@ int ddtree_verify_attn_cuda(const ddtree_verify_attn_args* args, void* stream);
 // cache[layer, b, lengths[b] + i, :] = latents[b, i, :]; rows that fall outside 0 .. S - 1 are dropped. An e4m3 cache
 // gets latent / cache_scale[layer], divided in float32, rounded to nearest even and saturated at +-448. NaN and inf
 // become NaN, so that what is not finite stays visible. The scale must be finite, normal and above 0: by 0 or NaN
-// numbers become NaN or +-448, and a subnormal one counts as 0 on some devices.
+// elements become NaN or +-448, and a subnormal one counts as 0 on some devices.
 typedef struct ddtree_append_latents_args {
   DDTREE_ARGS_VERSION;
   void* cache;             // [layers, B, S, width] of `cache_dtype`, in place

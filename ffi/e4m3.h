@@ -1,4 +1,4 @@
-// e4m3 numbers of a cache: 4 bits of exponent of bias 7, 3 of mantissa, 2^-9 to 448, no infinity, NaN 0x7f and 0xff.
+// e4m3 elements of a cache: 4 bits of exponent of bias 7, 3 of mantissa, 2^-9 to 448, no infinity, NaN 0x7f and 0xff.
 //
 // The same bit operations on both devices, so that they write equal bytes. No float32 subnormal takes part: threads
 // that XLA owns may count those as zero.

@@ -1,28 +1,19 @@
 // The Python module `_cpu`: the handlers by their target names, and the FFI version that they were built against.
-#include "ffi/cpu/kernels.h"
+#include "ffi/handlers/all.h"
+#include "ffi/xla_cpu/handlers.h"
 #include "nanobind/nanobind.h"
-#include "xla/ffi/api/ffi.h"
 
 namespace nb = nanobind;
-
-#define DDTREE_HANDLERS(X)                                                                            \
-  X(ddtree_draft_topk, DraftTopkCpu) X(ddtree_tree_build, TreeBuildCpu) X(ddtree_verify_attn, VerifyAttnCpu) \
-  X(ddtree_append_latents, AppendLatentsCpu) X(ddtree_tree_accept, TreeAcceptCpu) X(ddtree_commit_path, CommitPathCpu) \
-  X(ddtree_expert_mlp, ExpertMlpCpu) X(ddtree_few_rows_dot, FewRowsDotCpu) \
-  X(ddtree_draft_attn, DraftAttnCpu)
-
-namespace ddtree {
-#define DDTREE_DECLARE(target, handler) extern "C" XLA_FFI_Error* handler(XLA_FFI_CallFrame*);
-DDTREE_HANDLERS(DDTREE_DECLARE)
-#undef DDTREE_DECLARE
-}  // namespace ddtree
 
 NB_MODULE(_cpu, m) {
   m.def("registrations", [] {
     nb::dict targets;
-#define DDTREE_REGISTER(target, handler) targets[#target] = nb::capsule(reinterpret_cast<void*>(ddtree::handler));
+#define DDTREE_REGISTER(name, handler) \
+  targets["ddtree_" #name] = nb::capsule(reinterpret_cast<void*>(ddtree::Entry<ddtree::handler<ddtree::Cpu>>));
     DDTREE_HANDLERS(DDTREE_REGISTER)
 #undef DDTREE_REGISTER
+    targets["ddtree_few_rows_dot"] = nb::capsule(reinterpret_cast<void*>(ddtree::Entry<ddtree::FewRowsDot>));
+    targets["ddtree_draft_attn"] = nb::capsule(reinterpret_cast<void*>(ddtree::Entry<ddtree::DraftAttention>));
     return targets;
   });
   m.attr("draft_attn_most_dim") = ddtree::kMostDim;

@@ -11,16 +11,18 @@ CPU_SRCS = [
     "cpu/tree_accept.cc",
     "cpu/tree_build.cc",
     "cpu/verify_attn.cc",
-    "draft_attn.cc",
-    "few_rows.cc",
-    "few_rows_amx.cc",
     "status.cc",
 ]
 
+XLA_CPU_SRCS = [
+    "xla_cpu/draft_attn.cc",
+    "xla_cpu/few_rows.cc",
+    "xla_cpu/few_rows_amx.cc",
+]
+
 CPU_MODULE_SRCS = [
-    "handlers_cpu.cc",
-    "helpers.cc",
     "module_cpu.cc",
+    "xla_cpu/helpers.cc",
 ]
 
 CUDA_SRCS = [
@@ -30,18 +32,12 @@ CUDA_SRCS = [
     "cuda/expert_mlp.cu",
     "cuda/tree_accept.cu",
     "cuda/tree_build.cu",
-    "cuda/verify_attn.cu",
-    "cuda/verify_attn_few_hopper.cu",
-    "cuda/verify_attn_hopper.cu",
-]
-
-# Stands in for CUDA_SRCS in a C library without CUDA.
-NO_CUDA_SRCS = [
-    "no_cuda.cc",
+    "cuda/verify_attn/hopper.cu",
+    "cuda/verify_attn/hopper_few.cu",
+    "cuda/verify_attn/launch.cu",
 ]
 
 CUDA_MODULE_SRCS = [
-    "handlers_cuda.cc",
     "module_cuda.cc",
     "status.cc",
 ]

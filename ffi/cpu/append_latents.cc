@@ -3,6 +3,7 @@
 
 #include "ffi/arguments.h"
 #include "ffi/cpu/kernels.h"
+#include "ffi/cpu/no_cuda.h"
 #include "ffi/ddtree.h"
 #include "ffi/e4m3.h"
 
@@ -50,3 +51,5 @@ int ddtree_append_latents_cpu(const ddtree_append_latents_args* a, int64_t task,
   }
   return DDTREE_OK;
 }
+
+DDTREE_NO_CUDA_KERNEL(append_latents)

@@ -2,6 +2,7 @@
 #include <cstring>
 
 #include "ffi/arguments.h"
+#include "ffi/cpu/no_cuda.h"
 #include "ffi/ddtree.h"
 
 int ddtree_commit_path_cpu(const ddtree_commit_path_args* a, int64_t task, int64_t tasks) {
@@ -21,3 +22,5 @@ int ddtree_commit_path_cpu(const ddtree_commit_path_args* a, int64_t task, int64
   }
   return DDTREE_OK;
 }
+
+DDTREE_NO_CUDA_KERNEL(commit_path)

@@ -4,6 +4,7 @@
 
 #include "ffi/arguments.h"
 #include "ffi/cpu/kernels.h"
+#include "ffi/cpu/no_cuda.h"
 #include "ffi/ddtree.h"
 
 namespace ddtree {
@@ -128,3 +129,6 @@ int ddtree_draft_topk_cpu(const ddtree_draft_topk_args* a, int64_t task, int64_t
   }
   return DDTREE_OK;
 }
+
+DDTREE_NO_CUDA_KERNEL(draft_topk)
+DDTREE_NO_CUDA_WORKSPACE(draft_topk, int64_t, int64_t, int64_t)

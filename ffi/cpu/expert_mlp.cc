@@ -11,6 +11,7 @@
 
 #include "ffi/arguments.h"
 #include "ffi/cpu/kernels.h"
+#include "ffi/cpu/no_cuda.h"
 #include "ffi/ddtree.h"
 
 #if defined(__x86_64__) && defined(__GNUC__)
@@ -22,7 +23,7 @@ namespace ddtree {
 namespace {
 
 constexpr int64_t kGroup = 32;  // inputs that share a scale
-constexpr int64_t kRows = 4;    // weight rows that are unpacked together: one read of a token's numbers serves them all
+constexpr int64_t kRows = 4;    // weight rows that are unpacked together: one read of a token serves them all
 typedef float Half __attribute__((vector_size(32), aligned(4), may_alias));
 typedef uint32_t Ints __attribute__((vector_size(32)));
 typedef int32_t SignedInts __attribute__((vector_size(32), may_alias));
@@ -121,7 +122,7 @@ void Dots(const int32_t* words, const uint16_t* scales, int64_t inputs, const fl
   if (count == 1) DotWide<1>(words, scratch, inputs, x, out);
 }
 
-// Lays numbers out as DotWide lays out weights.
+// Lays elements out as DotWide lays out weights.
 void Interleave(float* x, int64_t count) {
   for (int64_t g = 0; g < count; g += 16) {
     float y[16];
@@ -146,10 +147,10 @@ struct Scratch {
 };
 
 // Marks the experts of this task in `counts` (how many choices fell on each, 0 for other tasks' experts): each goes to
-// the task with the least work so far.
+// the task with the least work so far. No more tasks get any than there are experts with choices.
 void Share(const ddtree_expert_mlp_args& a, int64_t task, int64_t tasks, Scratch* s) {
   s->counts.assign(a.experts, 0);
-  s->loads.assign(tasks, 0);
+  s->loads.assign(std::min({tasks, a.experts, a.tokens * a.top_k}), 0);
   for (int64_t p = 0; p < a.tokens * a.top_k; ++p) {
     if (a.expert_ids[p] >= 0 && a.expert_ids[p] < a.experts) ++s->counts[a.expert_ids[p]];
   }
@@ -159,6 +160,11 @@ void Share(const ddtree_expert_mlp_args& a, int64_t task, int64_t tasks, Scratch
     *least += 2 + count;  // unpacking costs about as much as two tokens
     if (least - s->loads.begin() != task) count = 0;
   }
+}
+
+// Whether anything is multiplied. Without, sizes may be as large as they like: no array need be there.
+bool HasWork(const ddtree_expert_mlp_args& a) {
+  return a.tokens > 0 && a.top_k > 0 && a.experts > 0 && a.hidden > 0 && a.inner > 0;
 }
 
 template <typename T>
@@ -204,12 +210,13 @@ void Run(const ddtree_expert_mlp_args& a, int64_t task, int64_t tasks, Scratch* 
 
 template <typename T>
 void Weigh(const ddtree_expert_mlp_args& a) {
-  const int64_t d = a.hidden;
+  const int64_t d = a.hidden, choices = HasWork(a) ? a.top_k : 0;
+  if (d == 0) return;
   for (int64_t t = 0; t < a.tokens; ++t) {
     T* out = static_cast<T*>(a.out) + t * d;
     for (int64_t i = 0; i < d; ++i) {
       float total = 0;
-      for (int64_t p = t * a.top_k; p < (t + 1) * a.top_k; ++p) {
+      for (int64_t p = t * choices; p < (t + 1) * choices; ++p) {
         if (a.expert_ids[p] < 0 || a.expert_ids[p] >= a.experts) continue;
         total += a.expert_weights[p] * a.partial[p * d + i];
       }
@@ -231,6 +238,7 @@ bool HasPartial(const ddtree_expert_mlp_args& a) { return Array(a.partial, 4, {a
 int ddtree_expert_mlp_cpu(const ddtree_expert_mlp_args* a, int64_t task, int64_t tasks) {
   if (const int status = ddtree::Check(a, task, tasks); status != DDTREE_OK) return status;
   if (!ddtree::HasPartial(*a)) return DDTREE_INVALID_ARGUMENT;
+  if (!ddtree::HasWork(*a)) return DDTREE_OK;
   // Grows to the largest call's size and stays: one per pool thread.
   static thread_local ddtree::Scratch scratch;
   try {
@@ -249,3 +257,6 @@ int ddtree_expert_mlp_sum_cpu(const ddtree_expert_mlp_args* a) {
   (a->dtype == DDTREE_BF16 ? ddtree::Weigh<uint16_t> : ddtree::Weigh<float>)(*a);
   return DDTREE_OK;
 }
+
+DDTREE_NO_CUDA_KERNEL(expert_mlp)
+DDTREE_NO_CUDA_WORKSPACE(expert_mlp, int64_t, int64_t, int64_t, int64_t, int64_t, int32_t)

@@ -7,7 +7,6 @@
 #include <cstdint>
 #include <cstring>
 
-#include "ffi/ddtree.h"
 #include "ffi/e4m3.h"
 
 // One build serves every x86-64: the loader picks the clone that the processor runs, when AddressSanitizer is not up
@@ -24,39 +23,6 @@ namespace ddtree {
 // A vector as wide as the widest clone's registers; narrower clones take it in pieces.
 constexpr int64_t kLanes = 16;
 typedef float Vec __attribute__((vector_size(kLanes * 4), aligned(4), may_alias));
-
-// Rows of verify_attn's work item, of `rows` = nodes * heads in all: few are cut finer, so that threads can share them.
-inline int64_t VerifyAttnRows(int64_t rows) { return rows <= 16 ? 4 : rows <= 64 ? 8 : 16; }
-
-// out[b] = x[b] @ matrix[b]; see few_rows.cc. Outputs are a multiple of 16.
-struct FewRowsArgs {
-  const float* x;                 // [batch, rows, inputs]
-  const float* matrix;            // [batch, inputs, outputs]; null if it is bfloat16
-  const uint16_t* bfloat_matrix;  // the same in bfloat16
-  float* out;                     // [batch, rows, outputs]
-  int64_t batch, rows, inputs, outputs;
-  uint64_t amx;  // 0, or a number that is this call's alone: multiply by AMX, see few_rows_amx.cc
-};
-bool HasFewRows();  // whether this processor can run FewRows
-int64_t FewRowsItems(const FewRowsArgs& args);
-int FewRows(const FewRowsArgs* args, int64_t task, int64_t tasks);
-
-bool HasFewRowsAmx();
-int64_t FewRowsAmxItems(const FewRowsArgs& args);
-void FewRowsAmx(const FewRowsArgs& args, int64_t begin, int64_t end);  // work items
-
-// Attention of a drafter's block; see draft_attn.cc. All float32; `heads` is a multiple of kv_heads.
-struct DraftAttnArgs {
-  const float* query;                        // [batch, slots, heads, dim]
-  const float *keys, *values;                // [batch, kv_heads, context, dim]
-  const float *near_keys, *near_values;      // [batch, slots, kv_heads, dim], the block's own
-  const uint8_t* visible;                    // [batch, slots, context + slots]: what a slot sees
-  float* out;                                // [batch, slots, heads, dim]
-  int64_t batch, slots, heads, kv_heads, context, dim;
-};
-constexpr int64_t kMostDim = 256;
-int64_t DraftAttnItems(const DraftAttnArgs& args);
-int DraftAttn(const DraftAttnArgs* args, int64_t task, int64_t tasks);
 
 inline float FromBf16(uint16_t x) {
   const uint32_t bits = static_cast<uint32_t>(x) << 16;

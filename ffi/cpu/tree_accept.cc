@@ -2,6 +2,7 @@
 #include <algorithm>
 
 #include "ffi/arguments.h"
+#include "ffi/cpu/no_cuda.h"
 #include "ffi/ddtree.h"
 
 int ddtree_tree_accept_cpu(const ddtree_tree_accept_args* a, int64_t task, int64_t tasks) {
@@ -43,3 +44,5 @@ int ddtree_tree_accept_cpu(const ddtree_tree_accept_args* a, int64_t task, int64
   }
   return DDTREE_OK;
 }
+
+DDTREE_NO_CUDA_KERNEL(tree_accept)

@@ -3,6 +3,7 @@
 #include <cmath>
 
 #include "ffi/arguments.h"
+#include "ffi/cpu/no_cuda.h"
 #include "ffi/ddtree.h"
 
 namespace {
@@ -110,3 +111,6 @@ int ddtree_tree_build_cpu(const ddtree_tree_build_args* a, int64_t task, int64_t
   }
   return DDTREE_OK;
 }
+
+DDTREE_NO_CUDA_KERNEL(tree_build)
+DDTREE_NO_CUDA_WORKSPACE(tree_build, int64_t, int64_t, int64_t, int64_t)

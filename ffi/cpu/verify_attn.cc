@@ -9,6 +9,8 @@
 
 #include "ffi/arguments.h"
 #include "ffi/cpu/kernels.h"
+#include "ffi/cpu/no_cuda.h"
+#include "ffi/cpu/verify_attn.h"
 #include "ffi/ddtree.h"
 
 #ifdef __SSE__
@@ -268,3 +270,6 @@ int ddtree_verify_attn_cpu(const ddtree_verify_attn_args* a, int64_t task, int64
   }
   return DDTREE_OK;
 }
+
+DDTREE_NO_CUDA_KERNEL(verify_attn)
+DDTREE_NO_CUDA_WORKSPACE(verify_attn, int64_t, int64_t, int64_t, int64_t, int32_t)

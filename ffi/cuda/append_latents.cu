@@ -43,13 +43,14 @@ __global__ void __launch_bounds__(kThreads)
 
 int ddtree_append_latents_cuda(const ddtree_append_latents_args* args, void* stream) {
   if (const int status = ddtree::Check(args); status != DDTREE_OK) return status;
-  const int64_t bytes = args->width * ddtree::DtypeBytes(args->dtype);
-  if (bytes > INT32_MAX) return DDTREE_INVALID_ARGUMENT;
+  const int64_t element = ddtree::DtypeBytes(args->dtype);
+  if (!ddtree::ProductWithin(INT32_MAX, {args->width, element})) return DDTREE_INVALID_ARGUMENT;
+  const int64_t bytes = args->width * element;
   if (args->layers == 0 || args->batch == 0 || args->rows == 0 || args->nodes == 0) return DDTREE_OK;
   const auto launch = [&](auto* cache, const auto* latents, int64_t words) -> int {
-    const int64_t blocks = ddtree::ceil_div(args->batch * args->nodes * words, kThreads);
-    if (blocks > INT32_MAX) return DDTREE_INVALID_ARGUMENT;
-    append_rows<<<static_cast<unsigned>(blocks), kThreads, 0, static_cast<cudaStream_t>(stream)>>>(
+    const auto blocks = ddtree::grid_blocks({args->batch, args->nodes, words}, kThreads);
+    if (!blocks) return DDTREE_INVALID_ARGUMENT;
+    append_rows<<<*blocks, kThreads, 0, static_cast<cudaStream_t>(stream)>>>(
         cache, latents, args->lengths, args->layer, args->cache_scale, args->layers, args->batch, args->rows,
         args->nodes, static_cast<int>(words));
     return ddtree::launch_status();

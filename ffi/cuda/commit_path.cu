@@ -51,16 +51,21 @@ __global__ void __launch_bounds__(kThreads) move_rows(Word* __restrict__ cache, 
 
 int ddtree_commit_path_cuda(const ddtree_commit_path_args* args, void* stream) {
   if (const int status = ddtree::Check(args); status != DDTREE_OK) return status;
-  const int64_t bytes = args->width * ddtree::RowElementBytes(args->dtype);
-  if (args->batch > INT32_MAX || bytes > INT32_MAX) return DDTREE_INVALID_ARGUMENT;
+  const int64_t element = ddtree::RowElementBytes(args->dtype);
+  // A path is walked kRows at a time by a 32-bit index.
+  if (args->batch > INT32_MAX || args->path > INT32_MAX - kRows ||
+      !ddtree::ProductWithin(INT32_MAX, {args->width, element})) {
+    return DDTREE_INVALID_ARGUMENT;
+  }
+  const int64_t bytes = args->width * element;
   const int64_t slabs = args->layers * args->batch;
   if (slabs == 0 || args->rows == 0 || args->path == 0) return DDTREE_OK;
   return ddtree::with_row_word(bytes, reinterpret_cast<uintptr_t>(args->cache), [&](auto word) -> int {
     using Word = decltype(word);
     const int64_t words = bytes / static_cast<int64_t>(sizeof(Word));
-    const int64_t blocks = ddtree::ceil_div(slabs * words, kThreads);
-    if (blocks > INT32_MAX) return DDTREE_INVALID_ARGUMENT;
-    move_rows<Word><<<static_cast<unsigned>(blocks), kThreads, 0, static_cast<cudaStream_t>(stream)>>>(
+    const auto blocks = ddtree::grid_blocks({args->layers, args->batch, words}, kThreads);
+    if (!blocks) return DDTREE_INVALID_ARGUMENT;
+    move_rows<Word><<<*blocks, kThreads, 0, static_cast<cudaStream_t>(stream)>>>(
         static_cast<Word*>(args->cache), args->nodes, args->num_emitted, args->lengths, slabs,
         static_cast<int>(args->batch), args->rows, static_cast<int>(words), static_cast<int>(args->path));
     return ddtree::launch_status();

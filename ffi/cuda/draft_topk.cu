@@ -1,11 +1,11 @@
 // The k best logits of each row, with log-probabilities, in one read of the logits.
 //
-// Where rows are many, in two launches. scan_rows: many blocks a row; a warp takes 1024 logits at a time and leaves the
-// maximum of every group of 64 consecutive logits, and each block leaves the online softmax of its share. select_rows:
-// one block a row selects (draft_select.h).
+// Where rows are many, in two launches. scan_rows: many blocks per row; a warp takes 1024 logits at a time and leaves
+// the maximum of every group of 64 consecutive logits, and each block leaves the online softmax of its share.
+// select_rows: one block per row selects (draft_select.h).
 //
 // Where rows are few, the second launch and its wait for what the first has written would be most of the time. On
-// Hopper one launch does both then: topk_in_cluster, a cluster of blocks a row.
+// Hopper one launch does both then: topk_in_cluster, a cluster of blocks per row.
 #include <cuda_bf16.h>
 #include <cuda_runtime.h>
 #include <float.h>
@@ -35,12 +35,12 @@ constexpr int64_t kMaxVocab = 1 << 22;  // a group's index takes 16 bits
 
 // A cluster's first block keeps a row's codes in shared memory, and each of its threads their keys in registers.
 constexpr int kClusterGroups = kHeld * kSelectThreads;
-// On an H200 clusters of 16 blocks are the fastest while all blocks have processors of their own, then of 8 while all
-// fit at two blocks a processor; with more rows two launches are.
+// On an H200 clusters of 16 blocks are the fastest while all blocks have SMs of their own, then of 8 while all
+// fit at two blocks an SM; with more rows two launches are.
 constexpr int kLargeClusterBlocks = 16, kLargeClusterRows = 7;
 constexpr int kSmallClusterBlocks = 8, kSmallClusterRows = 32;
 
-// The online softmax of a part of a row: its maximum, and the sum relative to it.
+// The online softmax of a split of a row: its maximum, and the sum relative to it.
 struct __align__(8) Partial {
   float max, sum;
 };
@@ -49,14 +49,14 @@ struct __align__(8) Partial {
 __device__ __forceinline__ Partial no_logits() { return {-FLT_MAX, 0.0f}; }
 
 struct Plan {
-  int64_t sweeps, splits, groups;  // tiles a warp takes, blocks a row, groups a row
+  int64_t sweeps, splits, groups;  // tiles that a warp takes, blocks per row, groups per row
 };
 
 Plan plan(int64_t rows, int64_t vocab) {
   const int64_t most = ceil_div(vocab > 0 ? vocab : 1, kTile * kScanWarps);
   const int64_t want = kScanBlocks / (rows > 0 ? rows : 1);
   const int64_t sweeps = ceil_div(most, want < 1 ? 1 : want);
-  return {sweeps, ceil_div(most, sweeps), ceil_div(vocab, kGroup)};
+  return {.sweeps = sweeps, .splits = ceil_div(most, sweeps), .groups = ceil_div(vocab, kGroup)};
 }
 
 // The octets of a tile that a lane holds.
@@ -164,7 +164,7 @@ __global__ void __launch_bounds__(kSelectThreads, 2)
   const int64_t row = blockIdx.x;
   const int lane = threadIdx.x % 32;
   const uint32_t* row_groups = group_codes + row * groups;
-  // A lane's part of the row's softmax; asked for before the groups and used after, to wait once for both.
+  // A lane's split of the row's softmax; asked for before the groups and used after, to wait once for both.
   Partial part = lane < splits ? partials[row * splits + lane] : no_logits();
   const auto normaliser = [&] {
     for (int i = lane + 32; i < splits; i += 32) {
@@ -333,7 +333,8 @@ bool served(int64_t rows, int64_t vocab, int64_t k) {
 size_t ddtree_draft_topk_workspace(int64_t rows, int64_t vocab, int64_t k) {
   if (!served(rows, vocab, k)) return 0;
   const Plan p = plan(rows, vocab);
-  return static_cast<size_t>(rows) * (p.splits * sizeof(Partial) + p.groups * sizeof(uint32_t));
+  const int64_t row_bytes = p.splits * sizeof(Partial) + p.groups * sizeof(uint32_t);
+  return static_cast<size_t>(ddtree::Product({rows, row_bytes}).value_or(0));
 }
 
 int ddtree_draft_topk_cuda(const ddtree_draft_topk_args* args, void* stream) {

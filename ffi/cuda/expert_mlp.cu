@@ -1,12 +1,12 @@
 // Routed experts with packed int4 weights.
 //
 // Four launches. The first sorts the choices by expert into chunks of 8 or 16 tokens of one expert, and lays x out as
-// the products want it. The second computes silu(gate) * up of every choice, the third `down` of that, the fourth
+// the matmuls want it. The second computes silu(gate) * up of every choice, the third `down` of that, the fourth
 // weighs and sums each token's choices in their order, so that a result depends neither on the run nor on the other
 // tokens.
 //
-// bfloat16: a task of the two products is 128 weight rows for one chunk. Blocks are persistent and draw the next task
-// when the last stages of theirs are under way, since processors do not get equal shares of the memory; to a block all
+// bfloat16: a task of the two matmuls is 128 weight rows for one chunk. Blocks are persistent and draw the next task
+// when the last stages of theirs are under way, since SMs do not get equal shares of the memory; to a block all
 // its tasks are one stream of stages of 256 inputs, copied three deep, so that memory never waits for the end of a
 // task. A stage takes 128 bytes of a row and 16 of its scales; the copies of words ask the L2 cache for those of the
 // next stage too, since memory is slow at short pieces. Those of scales do not: what they asked for would be gone
@@ -15,7 +15,7 @@
 // where it is empty. An expert with more tokens has several chunks; tasks of the same rows run close together, so that
 // all but the first find them in the L2 cache.
 //
-// Instructions are what there is too few of: at the memory's speed a processor has 60 cycles of each scheduler for 512
+// Instructions are what there is too few of: at the memory's speed an SM has 60 cycles of each scheduler for 512
 // weights. So a warp takes two groups of a stage for 64 rows, which share what depends on the tokens alone.
 //
 // Unpacking. A group, 32 inputs of a row with one scale, is 16 bytes, and `ldmatrix` gives word t of it, inputs 8 t ..
@@ -33,6 +33,8 @@
 #include <stdint.h>
 
 #include <algorithm>
+#include <initializer_list>
+#include <optional>
 
 #include "ffi/arguments.h"
 #include "ffi/cuda/launch.h"
@@ -75,25 +77,30 @@ struct Shared {
 // The workspace. `chunks` bounds how many there can be: an expert leaves at most one that is not full.
 struct Plan {
   int64_t pairs, chunk, chunks, bytes;
+  bool countable;  // whether int64 holds `bytes`
   int64_t experts_at, pairs_at, x_at, inner_at, partial_at;
   Plan(int64_t tokens, int64_t top_k, int64_t experts, int64_t hidden, int64_t inner, int32_t dtype) {
     const bool wide = dtype == DDTREE_F32;
-    pairs = tokens * top_k;
+    pairs = ddtree::Product({tokens, top_k}).value_or(0);
     chunk = wide || pairs <= 4 * experts ? kColumns : 2 * kColumns;
     chunks = std::min(pairs, std::min(pairs, experts) + pairs / chunk);
     bytes = 0;
-    place(12);  // the number of chunks, and of tasks drawn of either product
-    experts_at = place(4 * chunks);
-    pairs_at = place(4 * chunks * chunk);
-    x_at = place(wide ? 0 : 2 * tokens * hidden);
-    inner_at = place((wide ? 4 : 2) * pairs * inner);
-    partial_at = place(4 * pairs * hidden);
+    countable = true;
+    place({12});  // the number of chunks, and of tasks drawn of either matmul
+    experts_at = place({4, chunks});
+    pairs_at = place({4, chunks, chunk});
+    x_at = place({wide ? 0 : 2, tokens, hidden});
+    inner_at = place({wide ? 4 : 2, pairs, inner});
+    partial_at = place({4, pairs, hidden});
   }
 
  private:
-  int64_t place(int64_t size) {
+  // Where an array of so many bytes lies, all sizes multiplied; the next one starts at a multiple of 256.
+  int64_t place(std::initializer_list<int64_t> sizes) {
     const int64_t at = bytes;
-    bytes += ceil_div(size, 256) * 256;
+    const int64_t blocks = ceil_div(ddtree::Product(sizes).value_or(INT64_MAX), 256);
+    const std::optional<int64_t> size = ddtree::Product({blocks, 256});
+    countable = countable && size && !__builtin_add_overflow(bytes, *size, &bytes);
     return at;
   }
 };
@@ -181,12 +188,12 @@ __global__ void __launch_bounds__(kThreads) prepare(Problem p, int chunk) {
   }
 }
 
-// One of the two products, as a block sees it: `rows` of an expert in tasks of kRows, `inputs` in stages.
+// One of the two matmuls, as a block sees it: `rows` of an expert in tasks of kRows, `inputs` in stages.
 template <bool kGateUp>
-struct Product {
+struct Matmul {
   int rows, inputs, groups, stages, blocks;
   int jump;  // from a task's first row to that of its second half
-  __device__ __forceinline__ explicit Product(const Problem& p)
+  __device__ __forceinline__ explicit Matmul(const Problem& p)
       : rows(kGateUp ? 2 * p.inner_size : p.hidden),
         inputs(kGateUp ? p.hidden : p.inner_size),
         groups(inputs / kGroup),
@@ -225,41 +232,41 @@ struct Feed {
   bool whole;      // every row of the task is there, and every stage of a row
   uint32_t valid;  // bit q: the row of chunk q is there; bit 4: that of the scales; bit 5 + i: token i
 
-  __device__ __forceinline__ void begin(const Problem& p, const Product<kGateUp>& product, int tasks) {
+  __device__ __forceinline__ void begin(const Problem& p, const Matmul<kGateUp>& matmul, int tasks) {
     stage = 0;
     valid = 0;
     if (task >= tasks) return;
-    const int chunk = task / product.blocks, first = product.first_row(task % product.blocks);
-    const int64_t expert = p.chunk_experts[chunk], row = expert * product.rows + first;
+    const int chunk = task / matmul.blocks, first = matmul.first_row(task % matmul.blocks);
+    const int64_t expert = p.chunk_experts[chunk], row = expert * matmul.rows + first;
     const int mine = threadIdx.x / kStageGroups;
-    words = p.words[kGateUp ? 0 : 1] + (row + mine) * (product.inputs / 2) + threadIdx.x % kStageGroups * 16;
+    words = p.words[kGateUp ? 0 : 1] + (row + mine) * (matmul.inputs / 2) + threadIdx.x % kStageGroups * 16;
 #pragma unroll
-    for (int q = 0; q < 4; ++q) valid |= (mine + q % 2 * 32 < product.count(first, q / 2)) << q;
-    whole = min(product.count(first, 0), product.count(first, 1)) >= kHalf &&
-            product.groups == product.stages * kStageGroups;
+    for (int q = 0; q < 4; ++q) valid |= (mine + q % 2 * 32 < matmul.count(first, q / 2)) << q;
+    whole = min(matmul.count(first, 0), matmul.count(first, 1)) >= kHalf &&
+            matmul.groups == matmul.stages * kStageGroups;
     const int half = threadIdx.x / kHalf, scale_row = threadIdx.x % kHalf;
-    scales = p.scales[kGateUp ? 0 : 1] + (row + half * product.jump + scale_row) * product.groups * 2;
-    valid |= (half < 2 && scale_row < product.count(first, half)) << 4;
+    scales = p.scales[kGateUp ? 0 : 1] + (row + half * matmul.jump + scale_row) * matmul.groups * 2;
+    valid |= (half < 2 && scale_row < matmul.count(first, half)) << 4;
 #pragma unroll
     for (int i = 0; i < kTiles; ++i) {
       const int pair = p.chunk_pairs[chunk * kTiles * kColumns + i * kColumns + threadIdx.x / 32];
       const int64_t at = max(kGateUp ? pair / p.top_k : pair, 0);
       const void* from = kGateUp ? p.x_laid : p.inner;
-      x[i] = static_cast<const uint8_t*>(from) + at * product.inputs * 2 + threadIdx.x % 32 * 16;
+      x[i] = static_cast<const uint8_t*>(from) + at * matmul.inputs * 2 + threadIdx.x % 32 * 16;
       valid |= (pair >= 0) << (5 + i);
     }
   }
 
   // Starts the next stage's copies to `to`, if there is a next stage.
-  __device__ __forceinline__ void next(const Problem& p, const Product<kGateUp>& product, int tasks, uint8_t* to) {
+  __device__ __forceinline__ void next(const Problem& p, const Matmul<kGateUp>& matmul, int tasks, uint8_t* to) {
     if (task < tasks) {
       const uint32_t thread = own_index();
       const uint32_t row = thread / kStageGroups, column = thread % kStageGroups;
-      const int left = product.groups - stage * kStageGroups;
-      const uint32_t pitch = product.inputs / 2;
+      const int left = matmul.groups - stage * kStageGroups;
+      const uint32_t pitch = matmul.inputs / 2;
       const uint32_t shared = ddtree::shared_address(to);
       const uint32_t word_at = shared + row * kRowBytes + ((column ^ row % 8) << 4);
-      const uint8_t* below = words + static_cast<uint64_t>(static_cast<uint32_t>(product.jump)) * pitch;
+      const uint8_t* below = words + static_cast<uint64_t>(static_cast<uint32_t>(matmul.jump)) * pitch;
       const uint8_t* from[4] = {words, words + uint64_t{32} * pitch, below, below + uint64_t{32} * pitch};
       const uint32_t token = thread / 32, eight = thread % 32;
       const uint32_t token_at = shared + kTokenOffset + token * kTokenBytes + ((eight ^ token % 2 << 2) << 4);
@@ -295,15 +302,15 @@ struct Feed {
 #pragma unroll
       for (int i = 0; i < kTiles; ++i) x[i] += kTokenBytes;
       ++stage;
-      if (stage + 2 >= product.stages) {  // one thread draws the next task; the others learn of it after a barrier
-        if (stage + 2 == product.stages) {
+      if (stage + 2 >= matmul.stages) {  // one thread draws the next task; the others learn of it after a barrier
+        if (stage + 2 == matmul.stages) {
           if (threadIdx.x == 0) draw = atomicAdd(p.drawn + (kGateUp ? 0 : 1), 1) + gridDim.x;
-        } else if (stage + 1 == product.stages) {
+        } else if (stage + 1 == matmul.stages) {
           if (threadIdx.x == 0) drawn_tasks()[(tasks_begun + 1) % 4] = draw;
         } else {
           task = drawn_tasks()[++tasks_begun % 4];
         }
-        if (stage == product.stages) begin(p, product, tasks);
+        if (stage == matmul.stages) begin(p, matmul, tasks);
       }
     }
     ddtree::commit_copies();
@@ -387,7 +394,7 @@ __device__ __forceinline__ void add(float (&to)[4], const float4* from) {
 // Ends a task: adds up the four warps that had different inputs of the same rows, and writes. The last two of the four
 // send all they have to the first two, which then each send the other half of theirs.
 template <int kTiles, bool kGateUp>
-__device__ __forceinline__ void finish(const Problem& p, const Product<kGateUp>& product, int task, uint8_t* exchange,
+__device__ __forceinline__ void finish(const Problem& p, const Matmul<kGateUp>& matmul, int task, uint8_t* exchange,
                                        float (&total)[4][kTiles][4]) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, side = warp / 2 % 2;
   float4* const mine = reinterpret_cast<float4*>(exchange) + warp % 4 * (4 * kTiles * 32) + lane;
@@ -408,7 +415,7 @@ __device__ __forceinline__ void finish(const Problem& p, const Product<kGateUp>&
       }
     }
   }
-  const int chunk = task / product.blocks, first = product.first_row(task % product.blocks);
+  const int chunk = task / matmul.blocks, first = matmul.first_row(task % matmul.blocks);
   int pairs[kTiles][2];
 #pragma unroll
   for (int tile = 0; tile < kTiles; ++tile) {
@@ -434,7 +441,7 @@ __device__ __forceinline__ void finish(const Problem& p, const Product<kGateUp>&
       const int row = warp % 2 * 32 + side * 16 + lane / 4 + e / 2 * 8;
       if (pair < 0) continue;
       if constexpr (kGateUp) {
-        if (row >= product.count(first, 0)) continue;
+        if (row >= matmul.count(first, 0)) continue;
         const int input = first + row;
         __nv_bfloat16* to = static_cast<__nv_bfloat16*>(p.inner) + pair * p.inner_size;
         to[input / 8 * 8 + laid(input % 8)] = __float2bfloat16(swiglu(kRescale * sum[0][e], kRescale * sum[1][e]));
@@ -442,50 +449,50 @@ __device__ __forceinline__ void finish(const Problem& p, const Product<kGateUp>&
         float* to = p.partial + pair * p.hidden + first + row;
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-          if (row < product.count(first, half)) to[half * kHalf] = kRescale * sum[half][e];
+          if (row < matmul.count(first, half)) to[half * kHalf] = kRescale * sum[half][e];
         }
       }
     }
   }
 }
 
-// Two or three blocks to a processor, where its shared memory is not one block's: what one waits for the others hide.
+// Two or three blocks to an SM, where its shared memory is not one block's: what one waits for the others hide.
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1200
-constexpr int blocks_of_processor(int) { return 1; }
+constexpr int blocks_of_sm(int) { return 1; }
 #else
-constexpr int blocks_of_processor(int tiles) { return tiles == 1 ? 3 : 2; }
+constexpr int blocks_of_sm(int tiles) { return tiles == 1 ? 3 : 2; }
 #endif
 
 template <int kTiles, bool kGateUp>
-__global__ void __launch_bounds__(kThreads, blocks_of_processor(kTiles)) multiply_experts(Problem p) {
+__global__ void __launch_bounds__(kThreads, blocks_of_sm(kTiles)) multiply_experts(Problem p) {
   extern __shared__ __align__(128) uint8_t shared[];
   constexpr int kStageBytes = Shared<kTiles>::kStageBytes;
-  const Product<kGateUp> product(p);
-  const int tasks = *p.chunks * product.blocks;
+  const Matmul<kGateUp> matmul(p);
+  const int tasks = *p.chunks * matmul.blocks;
   Feed<kTiles, kGateUp> feed;
   feed.tasks_begun = 0;
   feed.task = blockIdx.x;
-  feed.begin(p, product, tasks);
-  for (int i = 0; i < kStages - 1; ++i) feed.next(p, product, tasks, shared + i * kStageBytes);
+  feed.begin(p, matmul, tasks);
+  for (int i = 0; i < kStages - 1; ++i) feed.next(p, matmul, tasks, shared + i * kStageBytes);
   int slot = 0;
   for (int task = blockIdx.x, done = 0; task < tasks; task = drawn_tasks()[++done % 4]) {
-    const int32_t* pairs = p.chunk_pairs + task / product.blocks * kTiles * kColumns;
+    const int32_t* pairs = p.chunk_pairs + task / matmul.blocks * kTiles * kColumns;
     int tiles = 1;  // a chunk's tokens are its first
     for (int i = 1; i < kTiles; ++i) tiles += pairs[i * kColumns] >= 0;
     float total[4][kTiles][4] = {};
-    for (int stage = 0; stage < product.stages; ++stage) {
+    for (int stage = 0; stage < matmul.stages; ++stage) {
       ddtree::wait_copies<kStages - 2>();
       // The stage is there for all, and the one before it has been read by all: its place is free.
       __syncthreads();
-      feed.next(p, product, tasks, shared + (slot == 0 ? kStages - 1 : slot - 1) * kStageBytes);
+      feed.next(p, matmul, tasks, shared + (slot == 0 ? kStages - 1 : slot - 1) * kStageBytes);
       multiply_stage<kTiles>(shared + slot * kStageBytes, tiles, total);
       slot = slot == kStages - 1 ? 0 : slot + 1;
     }
-    finish<kTiles, kGateUp>(p, product, task, shared + Shared<kTiles>::kExchangeOffset, total);
+    finish<kTiles, kGateUp>(p, matmul, task, shared + Shared<kTiles>::kExchangeOffset, total);
   }
 }
 
-// Either product in float32: a warp takes one row of silu(gate) * up, or of `down`, for a chunk.
+// Either matmul in float32: a warp takes one row of silu(gate) * up, or of `down`, for a chunk.
 template <bool kGateUp>
 __global__ void __launch_bounds__(kThreads) multiply_experts_f32(Problem p) {
   const int lane = threadIdx.x % 32;
@@ -573,7 +580,7 @@ __global__ void __launch_bounds__(kThreads) weigh(Problem p) {
 }
 
 template <int kTiles, bool kGateUp>
-int launch_product(const Problem& p, int64_t chunks, int processors, cudaStream_t stream) {
+int launch_matmul(const Problem& p, int64_t chunks, int sms, cudaStream_t stream) {
   const auto kernel = multiply_experts<kTiles, kGateUp>;
   constexpr int kBytes = Shared<kTiles>::kBytes;
   int blocks = 0;
@@ -582,15 +589,15 @@ int launch_product(const Problem& p, int64_t chunks, int processors, cudaStream_
     return ddtree::refused();
   }
   const int64_t tasks = chunks * (kGateUp ? ceil_div(p.inner_size, kHalf) : ceil_div(p.hidden, kRows));
-  const int grid = static_cast<int>(std::min<int64_t>(tasks, static_cast<int64_t>(blocks) * processors));
+  const int grid = static_cast<int>(std::min<int64_t>(tasks, static_cast<int64_t>(blocks) * sms));
   kernel<<<grid, kThreads, kBytes, stream>>>(p);
   return DDTREE_OK;
 }
 
 template <int kTiles>
-int launch_products(const Problem& p, int64_t chunks, int processors, cudaStream_t stream) {
-  const int status = launch_product<kTiles, true>(p, chunks, processors, stream);
-  return status != DDTREE_OK ? status : launch_product<kTiles, false>(p, chunks, processors, stream);
+int launch_matmuls(const Problem& p, int64_t chunks, int sms, cudaStream_t stream) {
+  const int status = launch_matmul<kTiles, true>(p, chunks, sms, stream);
+  return status != DDTREE_OK ? status : launch_matmul<kTiles, false>(p, chunks, sms, stream);
 }
 
 // Whether the kernels serve these sizes: indices of tokens, pairs, tasks and an expert's rows are 32-bit, and so are
@@ -601,9 +608,12 @@ bool served(int64_t tokens, int64_t top_k, int64_t experts, int64_t hidden, int6
     return false;
   }
   const int64_t widest = std::max(hidden, 2 * inner);
-  if (tokens > INT32_MAX || tokens * top_k > INT32_MAX / 64 || widest > INT32_MAX / 64) return false;
+  if (tokens > INT32_MAX || !ddtree::ProductWithin(INT32_MAX / 64, {tokens, top_k}) || widest > INT32_MAX / 64) {
+    return false;
+  }
   const Plan plan(tokens, top_k, experts, hidden, inner, dtype);
-  return ceil_div(tokens * hidden, kThreads) < INT32_MAX && plan.chunks * ceil_div(widest, kRows) <= INT32_MAX / 2;
+  return plan.countable && ddtree::ProductWithin(int64_t{INT32_MAX - 1} * kThreads, {tokens, hidden}) &&
+         ddtree::ProductWithin(INT32_MAX / 2, {plan.chunks, ceil_div(widest, kRows)});
 }
 
 }  // namespace
@@ -625,32 +635,35 @@ int ddtree_expert_mlp_cuda(const ddtree_expert_mlp_args* args, void* stream) {
   if (tokens == 0 || hidden == 0) return DDTREE_OK;
   const Plan plan(tokens, top_k, experts, hidden, inner, args->dtype);
   if (!ddtree::has_workspace(args->workspace, args->workspace_bytes, plan.bytes)) return DDTREE_INVALID_ARGUMENT;
-  int device = 0, processors = 0;
+  int device = 0, sms = 0;
   if (cudaGetDevice(&device) != cudaSuccess ||
-      cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device) != cudaSuccess) {
+      cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, device) != cudaSuccess) {
     return ddtree::refused();
   }
   uint8_t* const workspace = static_cast<uint8_t*>(args->workspace);
   const auto bytes = [](const void* pointer) { return static_cast<const uint8_t*>(pointer); };
-  const Problem p{args->x,
-                  args->expert_ids,
-                  args->expert_weights,
-                  {bytes(args->gate_up), bytes(args->down)},
-                  {bytes(args->gate_up_scale), bytes(args->down_scale)},
-                  args->out,
-                  reinterpret_cast<int32_t*>(workspace),
-                  reinterpret_cast<int32_t*>(workspace) + 1,
-                  reinterpret_cast<int32_t*>(workspace + plan.experts_at),
-                  reinterpret_cast<int32_t*>(workspace + plan.pairs_at),
-                  reinterpret_cast<__nv_bfloat16*>(workspace + plan.x_at),
-                  workspace + plan.inner_at,
-                  reinterpret_cast<float*>(workspace + plan.partial_at),
-                  static_cast<int>(tokens),
-                  static_cast<int>(inner > 0 ? top_k : 0),  // without inner numbers every choice gives zeros
-                  static_cast<int>(plan.pairs),
-                  static_cast<int>(experts),
-                  static_cast<int>(hidden),
-                  static_cast<int>(inner)};
+  Problem p{};
+  p.x = args->x;
+  p.ids = args->expert_ids;
+  p.shares = args->expert_weights;
+  p.words[0] = bytes(args->gate_up);
+  p.words[1] = bytes(args->down);
+  p.scales[0] = bytes(args->gate_up_scale);
+  p.scales[1] = bytes(args->down_scale);
+  p.out = args->out;
+  p.chunks = reinterpret_cast<int32_t*>(workspace);
+  p.drawn = reinterpret_cast<int32_t*>(workspace) + 1;
+  p.chunk_experts = reinterpret_cast<int32_t*>(workspace + plan.experts_at);
+  p.chunk_pairs = reinterpret_cast<int32_t*>(workspace + plan.pairs_at);
+  p.x_laid = reinterpret_cast<__nv_bfloat16*>(workspace + plan.x_at);
+  p.inner = workspace + plan.inner_at;
+  p.partial = reinterpret_cast<float*>(workspace + plan.partial_at);
+  p.tokens = static_cast<int>(tokens);
+  p.top_k = static_cast<int>(inner > 0 ? top_k : 0);  // without inner elements every choice gives zeros
+  p.pairs = static_cast<int>(plan.pairs);
+  p.experts = static_cast<int>(experts);
+  p.hidden = static_cast<int>(hidden);
+  p.inner_size = static_cast<int>(inner);
   const auto cuda_stream = static_cast<cudaStream_t>(stream);
   const bool wide = args->dtype == DDTREE_F32;
   const auto blocks_of = [](int64_t threads) { return static_cast<unsigned>(ceil_div(threads, kThreads)); };
@@ -659,14 +672,14 @@ int ddtree_expert_mlp_cuda(const ddtree_expert_mlp_args* args, void* stream) {
     if (wide) {
       prepare<false><<<1, kThreads, 0, cuda_stream>>>(p, chunk);
       const auto grid = [&](int64_t rows) {
-        return static_cast<unsigned>(std::min<int64_t>(ceil_div(plan.chunks * rows, kWarps), 8 * processors));
+        return static_cast<unsigned>(std::min<int64_t>(ceil_div(plan.chunks * rows, kWarps), 8 * sms));
       };
       multiply_experts_f32<true><<<grid(inner), kThreads, 0, cuda_stream>>>(p);
       multiply_experts_f32<false><<<grid(hidden), kThreads, 0, cuda_stream>>>(p);
     } else {
       prepare<true><<<1 + blocks_of(tokens * hidden / 8), kThreads, 0, cuda_stream>>>(p, chunk);
-      const auto launch = plan.chunk == kColumns ? launch_products<1> : launch_products<2>;
-      const int status = launch(p, plan.chunks, processors, cuda_stream);
+      const auto launch = plan.chunk == kColumns ? launch_matmuls<1> : launch_matmuls<2>;
+      const int status = launch(p, plan.chunks, sms, cuda_stream);
       if (status != DDTREE_OK) return status;
     }
   }

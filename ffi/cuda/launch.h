@@ -6,12 +6,21 @@
 #include <stdint.h>
 
 #include <initializer_list>
+#include <optional>
 
 #include "ffi/ddtree.h"
+#include "ffi/sizes.h"
 
 namespace ddtree {
 
-inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+inline int64_t ceil_div(int64_t a, int64_t b) { return a / b + (a % b != 0); }
+
+// Blocks of so many threads for a thread each of `sizes` multiplied; nothing where no grid has as many, or none.
+inline std::optional<unsigned> grid_blocks(std::initializer_list<int64_t> sizes, int64_t threads) {
+  const std::optional<int64_t> count = Product(sizes);
+  if (!count || *count == 0 || ceil_div(*count, threads) > INT32_MAX) return std::nullopt;
+  return static_cast<unsigned>(ceil_div(*count, threads));
+}
 
 // Whether the launches just made were accepted; needs no synchronisation.
 inline int launch_status() { return cudaGetLastError() == cudaSuccess ? DDTREE_OK : DDTREE_LAUNCH_FAILED; }

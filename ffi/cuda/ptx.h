@@ -31,7 +31,7 @@ __device__ __forceinline__ void load_matrices(uint32_t (&b)[4], uint32_t address
                : "memory");
 }
 
-// The same with each matrix, of 16-bit numbers, transposed.
+// The same with each matrix, of 16-bit elements, transposed.
 __device__ __forceinline__ void load_matrices_transposed(uint32_t (&b)[4], uint32_t address) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
                : "=r"(b[0]), "=r"(b[1]), "=r"(b[2]), "=r"(b[3])

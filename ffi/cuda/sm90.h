@@ -1,4 +1,4 @@
-// Hopper's instructions: TMA loads and mbarriers (PTX ISA 8.0, sm_90), warpgroup products (sm_90a).
+// Hopper's instructions: TMA loads and mbarriers (PTX ISA 8.0, sm_90), warpgroup matmuls (sm_90a).
 //
 // Tiles in shared memory are boxes of 64 rows, or of fewer, by 64 bfloat16, 8 KB at a 1,024-byte boundary, in the
 // 128-byte swizzle: the 16-byte chunk c of row r lies at r * 128 + ((c ^ r % 8) << 4).
@@ -123,8 +123,8 @@ __device__ __forceinline__ void sync_at(uint32_t id, uint32_t threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 
-// Stores four 8 x 8 matrices of 16-bit numbers, each thread two numbers of each as accumulators lie; lane l gives where
-// row l % 8 of matrix l / 8 goes.
+// Stores four 8 x 8 matrices of 16-bit elements, each thread two elements of each as accumulators lie; lane l gives
+// where row l % 8 of matrix l / 8 goes.
 __device__ __forceinline__ void store_matrices(uint32_t to, const uint32_t (&x)[4]) {
   asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(x[0]), "r"(x[1]),
                "r"(x[2]), "r"(x[3])
@@ -154,7 +154,7 @@ __device__ __forceinline__ bool any_at(uint32_t id, uint32_t threads, bool value
   return any != 0;
 }
 
-// Ordinary writes to shared memory before it are seen by products started after it.
+// Ordinary writes to shared memory before it are seen by matmuls started after it.
 __device__ __forceinline__ void fence_writes() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
 // Gives registers of a thread back, or takes what others gave, so that it has this many.
@@ -168,33 +168,33 @@ __device__ __forceinline__ void take_registers() {
   asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kCount));
 }
 
-// Descriptors of what products read in shared memory.
-// A box read along its rows: the depth of the product is a row's 64 numbers.
+// Descriptors of what matmuls read in shared memory.
+// A box read along its rows: the depth of the matmul is a row's 64 elements.
 __device__ __forceinline__ uint64_t along_rows(uint32_t address) {
   return (address & 0x3ffffu) >> 4 | uint64_t{1} << 16 | uint64_t{1024 >> 4} << 32 | uint64_t{1} << 62;
 }
 
-// Boxes side by side read across: the depth of the product goes down the rows.
+// Boxes side by side read across: the depth of the matmul goes down the rows.
 __device__ __forceinline__ uint64_t down_rows(uint32_t address) {
   return (address & 0x3ffffu) >> 4 | uint64_t{kBoxBytes >> 4} << 16 | uint64_t{1024 >> 4} << 32 | uint64_t{1} << 62;
 }
 
 // The same `bytes` further on. One addition, where a descriptor made anew is ten instructions: a warpgroup must issue
-// products faster than the tensor cores do them. The address never carries into the next field.
+// matmuls faster than the tensor cores do them. The address never carries into the next field.
 __device__ __forceinline__ uint64_t further(uint64_t descriptor, uint32_t bytes) {
   const uint32_t low = static_cast<uint32_t>(descriptor) + (bytes >> 4);
   return (descriptor & 0xffffffff00000000u) | low;
 }
 
-// Before the first product that reads registers written since the last one.
-__device__ __forceinline__ void begin_products() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+// Before the first matmul that reads registers written since the last one.
+__device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 
-// Closes a group of products.
-__device__ __forceinline__ void end_products() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+// Closes a group of matmuls.
+__device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
 
 // Waits until at most kPending of the groups are unfinished.
 template <int kPending>
-__device__ __forceinline__ void wait_products() {
+__device__ __forceinline__ void wgmma_wait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
 }
 
@@ -205,7 +205,7 @@ __device__ __forceinline__ void pin(float (&c)[kCount]) {
   for (int i = 0; i < kCount; ++i) asm volatile("" : "+f"(c[i])::"memory");
 }
 
-// Accumulators of a 64-row product: thread t of the warpgroup holds, of rows t / 32 * 16 + t % 32 / 4 and the row 8
+// Accumulators of a 64-row matmul: thread t of the warpgroup holds, of rows t / 32 * 16 + t % 32 / 4 and the row 8
 // below, columns 8 n + t % 4 * 2 and the next, as c[4 n], c[4 n + 1] and c[4 n + 2], c[4 n + 3].
 
 // c (+)= a b of 64 x 64 x 16, both read along their rows. c is replaced when `add` is 0.

@@ -1,5 +1,5 @@
-// The walk along the target's tokens, one block a request: every node looks for the child that its target token names,
-// all at once in shared memory; then one thread follows at most L + 1 links.
+// The walk along the target's tokens, one block per request: every node looks for the child that its target token
+// names, all at once in shared memory; then one thread follows at most L + 1 links.
 #include <cuda_runtime.h>
 
 #include "ffi/arguments.h"
@@ -72,7 +72,8 @@ __global__ void __launch_bounds__(kThreads) accept_paths(ddtree_tree_accept_args
 
 int ddtree_tree_accept_cuda(const ddtree_tree_accept_args* args, void* stream) {
   if (const int status = ddtree::Check(args); status != DDTREE_OK) return status;
-  if (args->batch > INT32_MAX) return DDTREE_INVALID_ARGUMENT;
+  // A path is walked kThreads at a time by a 32-bit index.
+  if (args->batch > INT32_MAX || args->depth >= INT32_MAX - kThreads) return DDTREE_INVALID_ARGUMENT;
   if (args->batch == 0) return DDTREE_OK;
   accept_paths<<<static_cast<unsigned>(args->batch), kThreads, 0, static_cast<cudaStream_t>(stream)>>>(*args);
   return ddtree::launch_status();

@@ -1,4 +1,4 @@
-// The best-first tree, one block a request. Up to 32 nodes a warp runs the heap (tree_heap.h); more are found without
+// The best-first tree, one block per request. Up to 32 nodes a warp runs the heap (tree_heap.h); more are found without
 // being popped one by one.
 //
 // The heap pops the paths of the rank lattice in one total order: cost, the negated float64 sum of log-probabilities
@@ -49,7 +49,7 @@ __device__ __forceinline__ uint64_t child_path(uint64_t path, int rank) {
 }
 
 // What else is known of a node: the product of its ranks plus one, and how many nodes, itself included, go before it
-// whatever the numbers are.
+// whatever the values are.
 struct Info {
   uint32_t bits;
   __device__ __forceinline__ Info(int rank, int depth, int product, int ahead)

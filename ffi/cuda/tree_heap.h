@@ -1,4 +1,4 @@
-// The best-first tree of up to 32 nodes, one block a request: one warp runs the heap, all warps load, link and write.
+// The best-first tree of up to 32 nodes, one block per request: one warp runs the heap, all warps load, link and write.
 //
 // The frontier of the heap holds at most one node for every node already popped: the best child not yet popped. So it
 // is an array indexed by the parent, kept in registers, one parent a lane, and a pop is an arg-max over the warp. What

@@ -316,7 +316,7 @@ def test_buffers_that_do_not_fit_are_refused(shapes, dtype, matrix_dtype):
     assert "ddtree_few_rows_dot" in _ffi.cpu.registrations()
     x, matrix, out = shapes
     call = jax.ffi.ffi_call("ddtree_few_rows_dot", jax.ShapeDtypeStruct(out, dtype))
-    with pytest.raises(Exception, match="ddtree_few_rows_dot"):
+    with pytest.raises(Exception, match="ddtree_few_rows_dot|Wrong buffer (rank|dtype): expected"):
         jax.block_until_ready(jax.jit(call)(jnp.zeros(x, dtype), jnp.zeros(matrix, matrix_dtype)))
 
 

@@ -516,8 +516,10 @@ def test_misuse_is_found_while_tracing():
 @pytest.mark.parametrize(
     ("target", "operands", "results", "words"),
     [
-        ("draft_topk", [zeros(4, dtype=F32)], [(4, 2), (4, 2)], "logits must be [rows, V]"),
-        ("draft_topk", [zeros(2, 9, dtype=I32)], [(2, 2), (2, 2)], "float32 or bfloat16"),
+        ("draft_topk", [zeros(4, dtype=F32)], [(4, 2), (4, 2)],
+         "Wrong buffer rank: expected 2 but got 1"),
+        ("draft_topk", [zeros(2, 9, dtype=I32)], [(2, 2), (2, 2)],
+         "expected one of F32 BF16 but got S32"),
         ("append_latents", [zeros(1, 1, 9, 8), zeros(1, 3, 7), zeros(1, dtype=I32), zeros(dtype=I32), zeros(0)],
          [(1, 1, 9, 8)], "latents has the wrong shape"),
         ("append_latents", [zeros(1, 1, 9, 8), zeros(1, 3, 8), zeros(1, dtype=I32), zeros(dtype=I32), zeros(0)],

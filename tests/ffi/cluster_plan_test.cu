@@ -7,7 +7,7 @@
 #include <utility>
 #include <vector>
 
-#include "ffi/cuda/verify_cluster.h"
+#include "ffi/cuda/verify_attn/cluster.h"
 
 using namespace ddtree;
 
@@ -41,7 +41,7 @@ bool CheckSteps(const Problem& p, int size, bool leads, int problem) {
   return true;
 }
 
-// Clusters of c blocks in eight groups of processors, two of them with 18 and six with 16.
+// Clusters of c blocks in eight groups of SMs, two of them with 18 and six with 16.
 bool CheckSizes(int problem) {
   int size = 0, fits[kMostCluster + 1] = {};
   for (int c = 1; c <= kMostCluster; ++c) fits[c] = 16 / c * 6 + 18 / c * 2;
@@ -62,7 +62,7 @@ bool CheckSizes(int problem) {
   EXPECT(chosen(1, 8, 2048) == 16);
   EXPECT(chosen(8, 1, 33) == 16);
   EXPECT(chosen(8, 1, 513) == 0);   // one long request of eight would have but one cluster
-  EXPECT(chosen(1, 1, 2048) == 0);  // one tile's steps must be shared by all processors
+  EXPECT(chosen(1, 1, 2048) == 0);  // one tile's steps must be shared by all SMs
   EXPECT(chosen(1, 133, 7) == 0);   // a tile too many
   const int none[kMostCluster + 1] = {};
   EXPECT((size = cluster_size(1, 1, 33, 132, none)) == 0);

@@ -4,6 +4,8 @@ Beside every refused block stands one that differs in the refused field alone an
 """
 
 import ctypes
+import math
+import types
 
 import cuda_calls
 import pytest
@@ -27,6 +29,8 @@ LIMITS = [
     ("verify_attn", "nodes", 1, 0, {}),
     ("verify_attn", "heads", 1, 0, {}),
     ("verify_attn", "layers", 1, 0, {}),
+    ("verify_attn", "layers", 2**31 - 1, 2**31, {}),  # planes of the cache are 32-bit indices
+    ("verify_attn", "layers", 2**30 - 1, 2**30, dict(batch=2)),
     ("verify_attn", "path", 2, 3, {}),
     ("verify_attn", "path", 0, -1, {}),
     ("verify_attn", "cache_dtype", _clib.E4M3, 3, {}),
@@ -35,11 +39,14 @@ LIMITS = [
     ("append_latents", "cache_dtype", _clib.F32, _clib.BF16, dict(cache_scale=None)),
     ("append_latents", "width", 1, 0, {}),
     ("append_latents", "width", 2**29 - 1, 2**29, {}),
+    ("append_latents", "nodes", (2**31 - 1) * 256 // 3, (2**31 - 1) * 256 // 3 + 1, {}),  # a grid
     ("tree_accept", "max_nodes", 257, 258, {}),
     ("tree_accept", "max_nodes", 1, 0, {}),
     ("tree_accept", "batch", 2**31 - 1, 2**31, {}),
+    ("tree_accept", "depth", 2**31 - 130, 2**31 - 129, {}),  # a block's threads step over it
     ("commit_path", "width", 1, 0, {}),
-    ("commit_path", "path", 2**31 - 1, 2**31, {}),
+    ("commit_path", "path", 2**31 - 9, 2**31 - 8, {}),
+    ("commit_path", "layers", (2**31 - 1) * 128 // 3, (2**31 - 1) * 128 // 3 + 1, {}),  # a grid
     ("expert_mlp", "hidden", 64, 48, {}),
     ("expert_mlp", "inner", 32, 16, {}),
     ("expert_mlp", "experts", 2048, 2049, {}),
@@ -117,6 +124,68 @@ def test_workspaces(name, status):
     assert status(name, workspace=16, workspace_bytes=needed) == LAUNCH_FAILED
     for change in (dict(workspace_bytes=needed - 1), dict(workspace=None), dict(workspace=8)):
         assert status(name, **{"workspace_bytes": needed, **change}) == INVALID, change
+
+
+#: The arrays of each kernel: bytes of an element, then its sizes.
+ARRAYS = {
+    "draft_topk": lambda a: [(a.element, a.rows, a.vocab), (4, a.rows, a.k)],
+    "tree_build": lambda a: [
+        (4, a.batch, a.depth, a.k),
+        (4, a.batch, a.budget + 1, (a.budget + 32) // 32),
+    ],
+    "verify_attn": lambda a: [
+        (a.element, a.batch, a.nodes, a.heads, 576),
+        (a.cache_element, a.layers, a.batch, a.rows, 576),
+        (4, a.batch, a.nodes, (a.nodes + 31) // 32),
+        (4, a.layers),
+    ],
+    "append_latents": lambda a: [
+        (a.cache_element, a.layers, a.batch, a.rows, a.width),
+        (a.element, a.batch, a.nodes, a.width),
+        (4, a.layers),
+    ],
+    "tree_accept": lambda a: [
+        (4, a.batch, a.max_nodes),
+        (4, a.batch, a.depth + 1),
+        (4, a.num_stops),
+    ],
+    "commit_path": lambda a: [
+        (a.element, a.layers, a.batch, a.rows, a.width),
+        (4, a.batch, a.path),
+    ],
+    "expert_mlp": lambda a: [
+        (a.element, a.tokens, a.hidden),
+        (4, a.tokens, a.top_k),
+        (4, a.experts, 2 * a.inner, a.hidden // 8),
+        (2, a.experts, 2 * a.inner, a.hidden // 32),
+    ],
+}
+
+
+@pytest.mark.parametrize("name", SIZES)
+def test_two_and_three_huge_sizes(name, rng, status):
+    """Refused wherever the bytes of an array are more than int64 holds; an answer in any case."""
+    element = {_clib.F32: 4, _clib.BF16: 2, _clib.E4M3: 1}
+    fields = [field for field in SIZES[name] if "dtype" not in field]
+    overflows = 0
+    for _ in range(200):
+        sizes = dict(SIZES[name])
+        product = 1
+        for field in rng.permutation(fields)[: rng.integers(2, 4)]:
+            size = 2 ** int(rng.integers(16, 63)) - int(rng.integers(2))
+            if rng.random() < 0.5:  # about where int64 ends
+                size = (2**63 - 1) // product // int(rng.integers(1, 40))
+            sizes[field] = size // 32 * 32 if name == "expert_mlp" else size
+            product = max(product * size, 1) if product * size < 2**63 else 1
+        block = types.SimpleNamespace(**sizes)
+        block.element = element[sizes.get("dtype", _clib.F32)]
+        block.cache_element = element[sizes.get("cache_dtype", _clib.F32)]
+        got = status(name, **sizes)
+        if any(math.prod(array) >= 2**63 for array in ARRAYS[name](block)):
+            overflows += 1
+            assert got == INVALID, sizes
+        assert got in (OK, INVALID, LAUNCH_FAILED), sizes
+    assert overflows > 20
 
 
 #: Sizes at and beyond limits, from which random ones are drawn; the first three of each are served.

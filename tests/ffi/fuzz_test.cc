@@ -2,6 +2,10 @@
 // sizes are sound must succeed whatever its arrays hold. Arrays are exact allocations, so that AddressSanitizer sees
 // every step outside.
 //
+// Blocks with two or three huge sizes at once are told apart in 128-bit arithmetic: those with an array whose bytes
+// int64 does not hold must be refused; those whose arrays are no longer than what is there must be served or refused;
+// the others claim memory that they do not have, which no library can see, and are not called.
+//
 //   fuzz_test [seed [seconds]]
 #include <algorithm>
 #include <chrono>
@@ -28,17 +32,44 @@ void Expect(bool ok, const std::string& what) {
   std::exit(1);
 }
 
+// The sizes of an array as the header gives them, in integers that hold what is one more than any int64.
+using Int = __int128;
+using Shape = std::vector<Int>;
+#define SHAPE(...) [](const Args& a) { return static_cast<void>(a), Shape{__VA_ARGS__}; }
+
+// Bytes of an array; kTooMany stands for all that int64 does not hold.
+constexpr Int kTooMany = Int{1} << 63;
+Int Claimed(const Shape& shape, int64_t element) {
+  for (const Int size : shape) {
+    if (size == 0) return 0;
+  }
+  Int bytes = element;
+  for (const Int size : shape) bytes = std::min(bytes * size, kTooMany);  // both factors are below 2^64
+  return bytes;
+}
+
 // What a pointer field of a block leads to.
+template <typename Args>
 struct Pointer {
   size_t offset;  // of the field in the block
   std::vector<char> bytes;
   int64_t element;
+  Shape (*shape)(const Args&);
 };
 
 template <typename Args, typename = void>
 struct HasDtype : std::false_type {};
 template <typename Args>
 struct HasDtype<Args, std::void_t<decltype(Args::dtype)>> : std::true_type {};
+template <typename Args, typename = void>
+struct HasScale : std::false_type {};
+template <typename Args>
+struct HasScale<Args, std::void_t<decltype(Args::cache_scale)>> : std::true_type {};
+
+// Blocks with several huge sizes, by what became of them.
+struct {
+  int64_t overflowing, served, refused, lying;
+} huge_blocks;
 
 // A block, its arrays, and where its sizes are.
 template <typename Args>
@@ -46,19 +77,22 @@ struct Call {
   const char* name;
   int (*kernel)(const Args*, int64_t, int64_t);
   Args args{};
-  std::vector<std::unique_ptr<Pointer>> pointers;
+  std::vector<std::unique_ptr<Pointer<Args>>> pointers;
   std::vector<int64_t Args::*> sizes;
+  int64_t unit = 1;  // of what huge sizes are multiples
   std::vector<int32_t> unknown = {-1, DDTREE_E4M3, 3, INT32_MAX, INT32_MIN};  // tags that `dtype` must not be
 
   // Random bits, mostly of numbers and indices that mean something.
   template <typename T>
-  void Array(T* Args::*field, int64_t element, int64_t count, int64_t limit) {
-    auto pointer = std::make_unique<Pointer>();
+  void Array(T* Args::*field, int64_t element, Shape (*shape)(const Args&), int64_t limit) {
+    auto pointer = std::make_unique<Pointer<Args>>();
     pointer->offset = reinterpret_cast<char*>(&(args.*field)) - reinterpret_cast<char*>(&args);
     pointer->element = element;
-    pointer->bytes.resize(element * count);
+    pointer->shape = shape;
+    const int64_t bytes = static_cast<int64_t>(Claimed(shape(args), element));
+    pointer->bytes.resize(bytes);
     const int64_t kind = Pick(0, 2);
-    for (int64_t i = 0; i < element * count / 4 * 4; i += 4) {
+    for (int64_t i = 0; i < bytes / 4 * 4; i += 4) {
       int32_t word = static_cast<int32_t>(generator());
       if (kind == 0) word = static_cast<int32_t>(Pick(-2, limit + 1));
       if (kind == 1 && Pick(0, 3) > 0) {
@@ -132,6 +166,55 @@ struct Call {
     }
   }
 
+  // A size that is far too large, or that brings a product with `factor` to where int64 ends.
+  int64_t Huge(int64_t factor) {
+    if (Pick(0, 1)) return std::max<int64_t>(INT64_MAX / factor / Pick(1, 40) - Pick(0, 1), 0);
+    const int64_t power = int64_t{1} << Pick(16, 62);
+    return Pick(0, 2) ? power : power + Pick(-1, 1);
+  }
+
+  // Two or three sizes at once that are huge, whatever the others are.
+  void SeveralHuge() {
+    for (int i = 0; i < 24; ++i) {
+      Args bad = args;
+      std::string why = "sizes of";
+      int64_t product = 1;
+      std::vector<int64_t Args::*> chosen = sizes;
+      std::shuffle(chosen.begin(), chosen.end(), generator);
+      chosen.resize(std::min<int64_t>(chosen.size(), Pick(2, 3)));
+      for (const auto size : chosen) {
+        bad.*size = Huge(product) / unit * unit;
+        if (__builtin_mul_overflow(product, std::max<int64_t>(bad.*size, 1), &product)) product = 1;
+      }
+      // What is not huge may be nothing, or as little as can be.
+      for (const auto size : sizes) {
+        if (std::find(chosen.begin(), chosen.end(), size) == chosen.end() && Pick(0, 1)) bad.*size = Pick(0, 1) * unit;
+        why += " " + std::to_string(bad.*size);
+      }
+      bool overflows = false, lies = false;
+      for (const auto& pointer : pointers) {
+        const Int bytes = Claimed(pointer->shape(bad), pointer->element);
+        overflows |= bytes == kTooMany;
+        lies |= bytes > static_cast<Int>(pointer->bytes.size());
+      }
+      if constexpr (HasScale<Args>::value) lies |= bad.cache_scale != nullptr && bad.layers > args.layers;
+      if (overflows) {
+        ++huge_blocks.overflowing;
+        Refused(&bad, 0, 1, why, DDTREE_INVALID_ARGUMENT);
+      } else if (lies) {
+        ++huge_blocks.lying;
+      } else {
+        const auto before = Contents();
+        const int status = kernel(&bad, 0, 1);
+        const bool refused = status == DDTREE_INVALID_ARGUMENT;
+        const std::string what = std::string(name) + " returned " + std::to_string(status) + " for " + why;
+        Expect(refused || status == DDTREE_OK, what);
+        Expect(!refused || Contents() == before, std::string(name) + " wrote before it refused " + why);
+        ++(refused ? huge_blocks.refused : huge_blocks.served);
+      }
+    }
+  }
+
   void Runs() {
     const int64_t tasks = Pick(1, 4);
     for (int64_t task = 0; task < tasks; ++task) {
@@ -166,6 +249,7 @@ struct Call {
 
   void Fuzz() {
     AllRefused();
+    SeveralHuge();
     Runs();
   }
 };
@@ -190,9 +274,9 @@ void DraftTopk() {
   Call<Args> call{"draft_topk", ddtree_draft_topk_cpu};
   Args& a = call.args;
   a.dtype = Dtype(), a.rows = Pick(0, 4), a.vocab = Pick(1, 3000), a.k = Pick(1, std::min<int64_t>(a.vocab, 256));
-  call.Array(&Args::logits, Bytes(a.dtype), a.rows * a.vocab, 9);
-  call.Array(&Args::log_probs, 4, a.rows * a.k, 9);
-  call.Array(&Args::token_ids, 4, a.rows * a.k, 9);
+  call.Array(&Args::logits, Bytes(a.dtype), SHAPE(a.rows, a.vocab), 9);
+  call.Array(&Args::log_probs, 4, SHAPE(a.rows, a.k), 9);
+  call.Array(&Args::token_ids, 4, SHAPE(a.rows, a.k), 9);
   call.sizes = {&Args::rows, &Args::vocab, &Args::k};
   call.Fuzz();
   call.Limit(&Args::k, 0, "no candidates");
@@ -206,19 +290,18 @@ void TreeBuild() {
   Args& a = call.args;
   a.batch = Pick(0, 3), a.depth = Pick(0, DDTREE_MAX_DEPTH), a.k = Pick(0, Pick(0, 1) ? 8 : DDTREE_MAX_CANDIDATES);
   a.budget = Pick(0, DDTREE_MAX_NODES - 1), a.keep_spine = static_cast<int32_t>(Pick(0, 1));
-  const int64_t nodes = a.budget + 1;
-  call.Array(&Args::log_probs, 4, a.batch * a.depth * a.k, 9);
-  call.Array(&Args::token_ids, 4, a.batch * a.depth * a.k, 9);
-  call.Array(&Args::root_tokens, 4, a.batch, 9);
-  call.Array(&Args::budgets, 4, a.batch, a.budget);
-  call.Array(&Args::tokens, 4, a.batch * nodes, 9);
-  call.Array(&Args::parents, 4, a.batch * nodes, 9);
-  call.Array(&Args::depths, 4, a.batch * nodes, 9);
-  call.Array(&Args::next_token, 4, a.batch * nodes, 9);
-  call.Array(&Args::next_sibling, 4, a.batch * nodes, 9);
-  call.Array(&Args::ancestors, 4, a.batch * nodes * ((nodes + 31) / 32), 9);
-  call.Array(&Args::out_log_probs, 4, a.batch * nodes, 9);
-  call.Array(&Args::num_nodes, 4, a.batch, 9);
+  call.Array(&Args::log_probs, 4, SHAPE(a.batch, a.depth, a.k), 9);
+  call.Array(&Args::token_ids, 4, SHAPE(a.batch, a.depth, a.k), 9);
+  call.Array(&Args::root_tokens, 4, SHAPE(a.batch), 9);
+  call.Array(&Args::budgets, 4, SHAPE(a.batch), a.budget);
+  call.Array(&Args::tokens, 4, SHAPE(a.batch, Int{a.budget} + 1), 9);
+  call.Array(&Args::parents, 4, SHAPE(a.batch, Int{a.budget} + 1), 9);
+  call.Array(&Args::depths, 4, SHAPE(a.batch, Int{a.budget} + 1), 9);
+  call.Array(&Args::next_token, 4, SHAPE(a.batch, Int{a.budget} + 1), 9);
+  call.Array(&Args::next_sibling, 4, SHAPE(a.batch, Int{a.budget} + 1), 9);
+  call.Array(&Args::ancestors, 4, SHAPE(a.batch, Int{a.budget} + 1, (Int{a.budget} + 32) / 32), 9);
+  call.Array(&Args::out_log_probs, 4, SHAPE(a.batch, Int{a.budget} + 1), 9);
+  call.Array(&Args::num_nodes, 4, SHAPE(a.batch), 9);
   call.sizes = {&Args::batch, &Args::depth, &Args::k, &Args::budget};
   call.Fuzz();
   call.Limit(&Args::budget, DDTREE_MAX_NODES, "too many nodes");
@@ -232,16 +315,16 @@ void VerifyAttn() {
   Args& a = call.args;
   a.dtype = Dtype(), a.layers = Pick(1, 2), a.batch = Pick(0, 2), a.nodes = Pick(1, Pick(0, 3) ? 9 : 40);
   a.rows = a.nodes + Pick(0, 20), a.heads = Pick(1, 3), a.scale = 0.05f;
-  call.Array(&Args::query, Bytes(a.dtype), a.batch * a.nodes * a.heads * DDTREE_ROW_DIM, 9);
+  call.Array(&Args::query, Bytes(a.dtype), SHAPE(a.batch, a.nodes, a.heads, DDTREE_ROW_DIM), 9);
   a.cache_dtype = CacheDtype(a.dtype);
   const std::vector<float> scale = CacheScale(a.cache_dtype, a.layers);
   a.cache_scale = scale.empty() ? nullptr : scale.data();
-  call.Array(&Args::cache, Bytes(a.cache_dtype), a.layers * a.batch * a.rows * DDTREE_ROW_DIM, 9);
-  call.Array(&Args::ancestors, 4, a.batch * a.nodes * ((a.nodes + 31) / 32), 9);
-  call.Array(&Args::lengths, 4, a.batch, a.rows);
-  call.Array(&Args::num_nodes, 4, a.batch, a.nodes);
-  call.Array(&Args::layer, 4, 1, a.layers);
-  call.Array(&Args::out, Bytes(a.dtype), a.batch * a.nodes * a.heads * DDTREE_LATENT_DIM, 9);
+  call.Array(&Args::cache, Bytes(a.cache_dtype), SHAPE(a.layers, a.batch, a.rows, DDTREE_ROW_DIM), 9);
+  call.Array(&Args::ancestors, 4, SHAPE(a.batch, a.nodes, (Int{a.nodes} + 31) / 32), 9);
+  call.Array(&Args::lengths, 4, SHAPE(a.batch), a.rows);
+  call.Array(&Args::num_nodes, 4, SHAPE(a.batch), a.nodes);
+  call.Array(&Args::layer, 4, SHAPE(), a.layers);
+  call.Array(&Args::out, Bytes(a.dtype), SHAPE(a.batch, a.nodes, a.heads, DDTREE_LATENT_DIM), 9);
   call.sizes = {&Args::layers, &Args::batch, &Args::rows, &Args::nodes, &Args::heads};
   call.Fuzz();
   call.CacheRefused();
@@ -265,10 +348,10 @@ void AppendLatents() {
   a.cache_dtype = CacheDtype(a.dtype);
   const std::vector<float> scale = CacheScale(a.cache_dtype, a.layers);
   a.cache_scale = scale.empty() ? nullptr : scale.data();
-  call.Array(&Args::cache, Bytes(a.cache_dtype), a.layers * a.batch * a.rows * a.width, 9);
-  call.Array(&Args::latents, Bytes(a.dtype), a.batch * a.nodes * a.width, 9);
-  call.Array(&Args::lengths, 4, a.batch, a.rows);
-  call.Array(&Args::layer, 4, 1, a.layers);
+  call.Array(&Args::cache, Bytes(a.cache_dtype), SHAPE(a.layers, a.batch, a.rows, a.width), 9);
+  call.Array(&Args::latents, Bytes(a.dtype), SHAPE(a.batch, a.nodes, a.width), 9);
+  call.Array(&Args::lengths, 4, SHAPE(a.batch), a.rows);
+  call.Array(&Args::layer, 4, SHAPE(), a.layers);
   call.sizes = {&Args::layers, &Args::batch, &Args::rows, &Args::nodes, &Args::width};
   call.Fuzz();
   call.CacheRefused();
@@ -281,15 +364,15 @@ void TreeAccept() {
   Args& a = call.args;
   a.batch = Pick(0, 3), a.max_nodes = Pick(1, DDTREE_MAX_NODES), a.depth = Pick(0, 40), a.num_stops = Pick(0, 3);
   for (const auto field : {&Args::tokens, &Args::next_token, &Args::next_sibling, &Args::target_tokens}) {
-    call.Array(field, 4, a.batch * a.max_nodes, Pick(0, 1) ? a.max_nodes : 3);
+    call.Array(field, 4, SHAPE(a.batch, a.max_nodes), Pick(0, 1) ? a.max_nodes : 3);
   }
-  call.Array(&Args::num_nodes, 4, a.batch, a.max_nodes);
-  call.Array(&Args::stop_tokens, 4, a.num_stops, 3);
-  call.Array(&Args::max_new, 4, a.batch, 40);
-  call.Array(&Args::nodes, 4, a.batch * (a.depth + 1), 9);
-  call.Array(&Args::out_tokens, 4, a.batch * (a.depth + 1), 9);
-  call.Array(&Args::num_emitted, 4, a.batch, 9);
-  call.Array(&Args::finished, 1, a.batch, 9);
+  call.Array(&Args::num_nodes, 4, SHAPE(a.batch), a.max_nodes);
+  call.Array(&Args::stop_tokens, 4, SHAPE(a.num_stops), 3);
+  call.Array(&Args::max_new, 4, SHAPE(a.batch), 40);
+  call.Array(&Args::nodes, 4, SHAPE(a.batch, Int{a.depth} + 1), 9);
+  call.Array(&Args::out_tokens, 4, SHAPE(a.batch, Int{a.depth} + 1), 9);
+  call.Array(&Args::num_emitted, 4, SHAPE(a.batch), 9);
+  call.Array(&Args::finished, 1, SHAPE(a.batch), 9);
   call.sizes = {&Args::batch, &Args::max_nodes, &Args::depth, &Args::num_stops};
   call.Fuzz();
   call.Limit(&Args::max_nodes, DDTREE_MAX_NODES + 1, "too many nodes");
@@ -303,10 +386,10 @@ void CommitPath() {
   a.dtype = CacheDtype(Dtype()), a.layers = Pick(0, 3), a.batch = Pick(0, 3), a.rows = Pick(0, 20);
   a.width = Pick(1, 9), a.path = Pick(0, 9);
   call.unknown = {-1, 3, INT32_MAX, INT32_MIN};
-  call.Array(&Args::cache, Bytes(a.dtype), a.layers * a.batch * a.rows * a.width, 9);
-  call.Array(&Args::nodes, 4, a.batch * a.path, a.rows);
-  call.Array(&Args::num_emitted, 4, a.batch, a.path);
-  call.Array(&Args::lengths, 4, a.batch, a.rows);
+  call.Array(&Args::cache, Bytes(a.dtype), SHAPE(a.layers, a.batch, a.rows, a.width), 9);
+  call.Array(&Args::nodes, 4, SHAPE(a.batch, a.path), a.rows);
+  call.Array(&Args::num_emitted, 4, SHAPE(a.batch), a.path);
+  call.Array(&Args::lengths, 4, SHAPE(a.batch), a.rows);
   call.sizes = {&Args::layers, &Args::batch, &Args::rows, &Args::width, &Args::path};
   call.Fuzz();
   call.Limit(&Args::width, 0, "rows without numbers");
@@ -318,15 +401,16 @@ void ExpertMlp() {
   Args& a = call.args;
   a.dtype = Dtype(), a.tokens = Pick(0, 5), a.top_k = Pick(0, 3), a.experts = Pick(0, 4);
   a.hidden = 32 * Pick(0, 2), a.inner = 32 * Pick(0, 2);
-  call.Array(&Args::x, Bytes(a.dtype), a.tokens * a.hidden, 9);
-  call.Array(&Args::expert_ids, 4, a.tokens * a.top_k, a.experts);
-  call.Array(&Args::expert_weights, 4, a.tokens * a.top_k, 9);
-  call.Array(&Args::gate_up, 4, a.experts * 2 * a.inner * a.hidden / 8, 9);
-  call.Array(&Args::gate_up_scale, 2, a.experts * 2 * a.inner * a.hidden / 32, 9);
-  call.Array(&Args::down, 4, a.experts * a.hidden * a.inner / 8, 9);
-  call.Array(&Args::down_scale, 2, a.experts * a.hidden * a.inner / 32, 9);
-  call.Array(&Args::partial, 4, a.tokens * a.top_k * a.hidden, 9);
-  call.Array(&Args::out, Bytes(a.dtype), a.tokens * a.hidden, 9);
+  call.Array(&Args::x, Bytes(a.dtype), SHAPE(a.tokens, a.hidden), 9);
+  call.Array(&Args::expert_ids, 4, SHAPE(a.tokens, a.top_k), a.experts);
+  call.Array(&Args::expert_weights, 4, SHAPE(a.tokens, a.top_k), 9);
+  call.Array(&Args::gate_up, 4, SHAPE(a.experts, 2 * Int{a.inner}, a.hidden / 8), 9);
+  call.Array(&Args::gate_up_scale, 2, SHAPE(a.experts, 2 * Int{a.inner}, a.hidden / 32), 9);
+  call.Array(&Args::down, 4, SHAPE(a.experts, a.hidden, a.inner / 8), 9);
+  call.Array(&Args::down_scale, 2, SHAPE(a.experts, a.hidden, a.inner / 32), 9);
+  call.Array(&Args::partial, 4, SHAPE(a.tokens, a.top_k, a.hidden), 9);
+  call.Array(&Args::out, Bytes(a.dtype), SHAPE(a.tokens, a.hidden), 9);
+  call.unit = 32;
   call.sizes = {&Args::tokens, &Args::top_k, &Args::experts, &Args::hidden, &Args::inner};
   call.Fuzz();
   call.Limit(&Args::hidden, a.hidden + 8, "an incomplete group of inputs");
@@ -352,6 +436,9 @@ int main(int argc, char** argv) {
     DraftTopk(), TreeBuild(), VerifyAttn(), AppendLatents(), TreeAccept(), CommitPath(), ExpertMlp();
     ++rounds;
   } while (std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count() < seconds);
-  std::printf("%d rounds of every kernel\n", rounds);
+  std::printf("%d rounds of every kernel; several huge sizes: %lld overflow, %lld refused, %lld served, %lld lie\n",
+              rounds, static_cast<long long>(huge_blocks.overflowing), static_cast<long long>(huge_blocks.refused),
+              static_cast<long long>(huge_blocks.served), static_cast<long long>(huge_blocks.lying));
+  Expect(huge_blocks.overflowing > 0 && huge_blocks.served > 0, "no block of several huge sizes");
   return 0;
 }

@@ -1,5 +1,5 @@
 // Helper threads: every task runs once and before Share returns, whoever else calls, sleeps or forks.
-#include "ffi/helpers.h"
+#include "ffi/xla_cpu/helpers.h"
 
 #include <sys/wait.h>
 #include <unistd.h>

@@ -1,5 +1,5 @@
 // The plan of verify_attn's work as the kernels make it, by all threads of all blocks on emulated warps: the one that
-// the oracle chooses, all work once, and a list of exactly the tiles that were cut, with the parts that blocks leave.
+// the oracle chooses, all work once, and a list of exactly the tiles that were cut, with the splits that blocks leave.
 #include "tests/ffi/warps.h"
 
 #include <map>
@@ -24,11 +24,11 @@ bool Check(Problem p, int blocks, bool many_rows, int problem, const std::string
   const Plan wanted = Choose(p, blocks, many_rows);
   int64_t all_tiles = 0;
   for (int b = 0; b < p.batch; ++b) all_tiles += (p.nodes * p.heads + kTileRows - 1) / kTileRows;
-  std::vector<CutTile> memory(blocks + all_tiles + 1);  // the first is the list's head
-  std::fill_n(reinterpret_cast<char*>(memory.data()), memory.size() * sizeof(CutTile), 0x7e);
-  p.cut_tiles = reinterpret_cast<CutTiles*>(memory.data());
+  std::vector<SplitTile> memory(blocks + all_tiles + 1);  // the first is the list's head
+  std::fill_n(reinterpret_cast<char*>(memory.data()), memory.size() * sizeof(SplitTile), 0x7e);
+  p.split_tiles = reinterpret_cast<SplitTiles*>(memory.data());
   std::map<Tile, std::vector<int>> done;   // how often each step
-  std::map<Tile, std::set<int>> left;      // a tile's parts
+  std::map<Tile, std::set<int>> left;      // a tile's splits
   gridDim.x = blocks;
   for (int block = 0; block < blocks; ++block) {
     blockIdx.x = block;
@@ -37,7 +37,7 @@ bool Check(Problem p, int blocks, bool many_rows, int problem, const std::string
     warps::RunBlock(256, [&] {
       many_rows ? start_run<true>(p, needed, &run) : start_run<false>(p, needed, &run);
       __syncthreads();
-      if (const int warp = threadIdx.x / 32; warp >= 4) list_cut_tiles(p, run, warp - 4, 4, threadIdx.x % 32);
+      if (const int warp = threadIdx.x / 32; warp >= 4) list_split_tiles(p, run, warp - 4, 4, threadIdx.x % 32);
     });
     const Plan& plan = run.plan;
     EXPECT(plan.run == wanted.run && plan.whole == wanted.whole && plan.tiles == wanted.tiles &&
@@ -51,28 +51,28 @@ bool Check(Problem p, int blocks, bool many_rows, int problem, const std::string
       steps.resize(r.steps);
       for (int step = s.step; step < s.end_step; ++step) ++steps[step];
       if (s.step == 0 && s.end_step == r.steps) continue;
-      EXPECT(left[{s.request, s.tile}].insert(block * kBlockParts + s.part).second);
+      EXPECT(left[{s.request, s.tile}].insert(block * kBlockSplits + s.split).second);
     }
   }
   for (int b = 0; b < p.batch; ++b) {
     const Request r = request_of(p, b);
     for (int t = 0; t < r.tiles; ++t) EXPECT(done[{b, t}] == std::vector<int>(r.steps, 1));
   }
-  const CutTiles& list = *p.cut_tiles;
+  const SplitTiles& list = *p.split_tiles;
   EXPECT(list.count >= 0 && list.count <= blocks + all_tiles);
   std::set<Tile> listed;
   for (int i = 0; i < list.count; ++i) {
-    const CutTile& tile = list.tiles[i];
+    const SplitTile& tile = list.tiles[i];
     if (tile.rows == 0) continue;
     const Tile key{tile.request, tile.first_row / kTileRows};
     EXPECT(tile.first_row % kTileRows == 0 && left.count(key) && listed.insert(key).second);
     EXPECT(tile.rows == std::min(request_of(p, tile.request).nodes * p.heads - tile.first_row, kTileRows));
-    EXPECT(tile.parts.count() <= list.most_parts);
-    std::set<int> parts;
-    for (int k = 0; k < tile.parts.count(); ++k) {
-      if (const int part = tile.parts.get(k); part >= 0) EXPECT(parts.insert(part).second);
+    EXPECT(tile.splits.count() <= list.most_splits);
+    std::set<int> splits;
+    for (int k = 0; k < tile.splits.count(); ++k) {
+      if (const int split = tile.splits.get(k); split >= 0) EXPECT(splits.insert(split).second);
     }
-    EXPECT(parts == left[key]);
+    EXPECT(splits == left[key]);
   }
   EXPECT(listed.size() == left.size() && static_cast<int>(listed.size()) <= list.count);
   return true;

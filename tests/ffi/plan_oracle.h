@@ -7,7 +7,7 @@
 #include <tuple>
 #include <utility>
 
-#include "ffi/cuda/verify_plan.h"
+#include "ffi/cuda/verify_attn/plan/plan.h"
 
 namespace ddtree {
 
@@ -44,11 +44,11 @@ inline Plan Choose(const Problem& p, int blocks, bool many_rows) {
     for (int b = 0; b < p.batch; ++b) all += blocks_of(plan, rest_of(p, plan, b));
     return all;
   };
-  Plan plan{even, false};
+  Plan plan{.run = even, .whole = false};
   int cost = cut_cost(t, even);
   bool enough = false;
   for (int i = 0; i < kTries && !enough; ++i) {
-    const Plan tried{tried_run(even, most, i), true};
+    const Plan tried{.run = tried_run(even, most, i), .whole = true};
     if (needed(tried) > blocks) continue;
     enough = true;
     int together = 1;
@@ -63,7 +63,7 @@ inline Plan Choose(const Problem& p, int blocks, bool many_rows) {
   }
   const int rounds = rounds_of(t, even, blocks);
   if (rounds > 0 && (many_rows || !enough)) {
-    Plan tried{0, false, rounds};
+    Plan tried{.run = 0, .whole = false, .tiles = rounds};
     std::tie(tried.request, tried.tile) = FindTile(p, rounds * blocks);
     int rest = 0;
     for (int b = 0; b < p.batch; ++b) {
@@ -85,7 +85,7 @@ inline Plan Choose(const Problem& p, int blocks, bool many_rows) {
     }
   }
   if (many_rows && t.columns > 0 && t.columns <= blocks && column_run(t, blocks) + kColumnCost < cost) {
-    plan = {column_run(t, blocks), false, 0, 0, 0, t.columns};
+    plan = {.run = column_run(t, blocks), .whole = false, .columns = t.columns};
   }
   return plan;
 }

@@ -1,6 +1,6 @@
-// Whether the plan of verify_attn's work does all of it once, evenly, and its merge finds what was left: random
-// problems, and those of tests/gpu, on the host. What a warp does together on the device (start_run, list_cut_tiles) is
-// done by loops here; plan_on_warps_test.cc runs that itself.
+// Whether the plan of verify_attn's work does all of it once, evenly, and what combines them finds what was left:
+// random problems, and those of tests/gpu, on the host. What a warp does together on the device (start_run,
+// list_split_tiles) is done by loops here; plan_on_warps_test.cc runs that itself.
 #include <cstdio>
 #include <cstdlib>
 #include <map>
@@ -32,7 +32,7 @@ bool Check(const Problem& p, const Plan& plan, int blocks, int problem, bool* cu
   }
   EXPECT(static_cast<int64_t>(plan.run) * (plan.columns > 0 ? blocks / plan.columns : blocks) >= places);
   std::map<std::pair<int, int>, std::vector<int>> done;         // of a tile: how often each step
-  std::map<std::pair<int, int>, std::set<int>> left;  // its parts
+  std::map<std::pair<int, int>, std::set<int>> left;  // its splits
   std::set<int> all;
   std::set<std::pair<int, int>> whole, listed;
   *load = 0;
@@ -44,7 +44,7 @@ bool Check(const Problem& p, const Plan& plan, int blocks, int problem, bool* cu
     run.tiles = plan.tiles;
     std::tie(run.tile_request, run.tile) = FindTile(p, plan.tiles * block);
     if (!plan.whole) {
-      const CutTile tile = cut_at_end(p, run);
+      const SplitTile tile = split_at_end(p, run);
       if (tile.rows > 0) EXPECT(listed.insert({tile.request, tile.first_row / kTileRows}).second);
     }
     int steps = 0, segments = 0;
@@ -62,10 +62,10 @@ bool Check(const Problem& p, const Plan& plan, int blocks, int problem, bool* cu
       if (s.step == 0 && s.end_step == r.steps) {
         whole.insert(tile);
       } else {
-        EXPECT(s.part >= 0 && s.part < kBlockParts);
-        const int part = block * kBlockParts + s.part;
-        EXPECT(all.insert(part).second);  // a block leaves none twice
-        left[tile].insert(part);
+        EXPECT(s.split >= 0 && s.split < kBlockSplits);
+        const int split = block * kBlockSplits + s.split;
+        EXPECT(all.insert(split).second);  // a block leaves none twice
+        left[tile].insert(split);
       }
     }
     EXPECT(steps <= plan.tiles * longest + plan.run);
@@ -82,13 +82,13 @@ bool Check(const Problem& p, const Plan& plan, int blocks, int problem, bool* cu
         EXPECT(is_whole);
         continue;
       }
-      const Parts parts = parts_of(plan, rest, before, t - first_tile(plan, b, r));
-      if (parts.chunks > 1) EXPECT(listed.insert({b, t}).second);
+      const Splits splits = splits_of(plan, rest, before, t - first_tile(plan, b, r));
+      if (splits.chunks > 1) EXPECT(listed.insert({b, t}).second);
       EXPECT((listed.count({b, t}) == 0) == is_whole);
       if (is_whole) continue;
       std::set<int> found;
-      for (int i = 0; i < parts.count(); ++i) {
-        if (const int part = parts.get(i); part >= 0) EXPECT(found.insert(part).second);
+      for (int i = 0; i < splits.count(); ++i) {
+        if (const int split = splits.get(i); split >= 0) EXPECT(found.insert(split).second);
       }
       EXPECT(found == (left[std::make_pair(b, t)]));
     }

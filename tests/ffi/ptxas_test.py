@@ -9,6 +9,9 @@ import pytest
 from limits import HANG_SECONDS
 
 _FFI = pathlib.Path(__file__).parents[2] / "ffi"
+_SOURCES = sorted(
+    path.relative_to(_FFI / "cuda").as_posix() for path in (_FFI / "cuda").rglob("*.cu")
+)
 _SHARED_LIMIT = 99 * 1024  # bytes a block on sm_120
 
 pytestmark = pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc")
@@ -46,13 +49,13 @@ def _report(source, arch, tmp_path):
 @pytest.mark.parametrize(
     ("source", "arch"),
     [
-        *((path.name, "120") for path in sorted((_FFI / "cuda").glob("*.cu"))),
+        *((path, "120") for path in _SOURCES),
         ("draft_topk.cu", "90a"),
         ("expert_mlp.cu", "90a"),
-        ("verify_attn.cu", "90a"),
-        ("verify_attn.cu", "80"),
-        ("verify_attn_hopper.cu", "90a"),
-        ("verify_attn_few_hopper.cu", "90a"),
+        ("verify_attn/launch.cu", "90a"),
+        ("verify_attn/launch.cu", "80"),
+        ("verify_attn/hopper.cu", "90a"),
+        ("verify_attn/hopper_few.cu", "90a"),
     ],
 )
 def test_no_spills(source, arch, tmp_path):
@@ -69,12 +72,12 @@ def test_no_spills(source, arch, tmp_path):
 @pytest.mark.parametrize(("arch", "is_hoppers"), [("90a", True), ("90", False), ("80", False)])
 def test_registers_tell_hoppers_code(arch, is_hoppers, tmp_path):
     """By them `verify_attn` knows at run time whether the card has the kernels or the traps in their place."""
-    source = (_FFI / "cuda" / "verify_attn_hopper.cu").read_text()
+    source = (_FFI / "cuda" / "verify_attn" / "hopper.cu").read_text()
     (bound,) = map(int, re.findall(r"numRegs > (\d+)", source))
     used = list(
         map(
             int,
-            re.findall(r"Used (\d+) registers", _report("verify_attn_hopper.cu", arch, tmp_path)),
+            re.findall(r"Used (\d+) registers", _report("verify_attn/hopper.cu", arch, tmp_path)),
         )
     )
     assert len(used) == 3 and all((count > bound) == is_hoppers for count in used), used

@@ -24,7 +24,8 @@ def test_sources_are_listed(request):
 def test_both_devices_have_a_file_for_each_kernel(request):
     root = request.config.rootpath / "ffi"
     cpu = {path.stem for path in (root / "cpu").glob("*.cc")}
-    # A second kernel for one architecture is named after it, and one for few rows after those.
-    names = [path.stem for path in (root / "cuda").glob("*.cu")]
-    cuda = {name.removesuffix("_hopper").removesuffix("_few") for name in names}
-    assert cuda == cpu
+    handlers = {path.stem for path in (root / "handlers").glob("*.h")} - {"all", "handler"}
+    assert handlers == cpu
+    # A kernel of several files has a folder.
+    sources = [path.relative_to(root / "cuda") for path in (root / "cuda").rglob("*.cu")]
+    assert {source.parts[0].removesuffix(".cu") for source in sources} == cpu

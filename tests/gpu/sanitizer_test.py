@@ -28,7 +28,7 @@ pytestmark = [
 @pytest.fixture(scope="module")
 def driver(tmp_path_factory):
     program = tmp_path_factory.mktemp("driver") / "kernel_driver"
-    sources = [*(_ROOT / "ffi" / "cuda").glob("*.cu"), _ROOT / "ffi" / "status.cc"]
+    sources = [*(_ROOT / "ffi" / "cuda").rglob("*.cu"), _ROOT / "ffi" / "status.cc"]
     command = [_NVCC, "-std=c++17", "-O3", "-lineinfo", _ARCH, "--threads=0", f"-I{_ROOT}"]
     command += [str(pathlib.Path(__file__).parent / "kernel_driver.cu"), *map(str, sources)]
     done = subprocess.run(

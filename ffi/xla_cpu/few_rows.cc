@@ -1,11 +1,13 @@
-// The product of a few rows with a matrix, which a decode step on a CPU mostly consists of.
+// The matmul of a few rows with a matrix, which a decode step on a CPU mostly consists of.
 //
-// It is no entry point of the C ABI: only XLA's CPU backend, whose product packs the whole matrix for the sake of a few
+// It is no entry point of the C ABI: only XLA's CPU backend, whose matmul packs the whole matrix for the sake of a few
 // rows, has use for it. Sums run over the inputs in order, so that a row's result depends neither on the other rows nor
 // on the number of tasks. A matrix of bfloat16 goes to few_rows_amx.cc where the processor has AMX.
 #include <algorithm>
 
 #include "ffi/cpu/kernels.h"
+#include "ffi/ddtree.h"
+#include "ffi/xla_cpu/few_rows.h"
 
 #if defined(__x86_64__) && defined(__GNUC__)
 #include <immintrin.h>

@@ -1,26 +1,27 @@
 // How the rows of an e4m3 cache come to the buffers of verify_attn's Hopper kernels.
 //
 // The kernel of two warpgroups has no room in shared memory for bytes beside its buffers of bfloat16. So warps bring
-// them to registers, a piece of a tile at a time, and store them widened when its place in a buffer is free. What memory
-// takes to answer is hidden by asking the L2 cache for whole steps ahead. Nothing of it may be spilled: a load from
-// local memory waits for the loads that are on their way.
-#ifndef DDTREE_FFI_CUDA_VERIFY_WIDEN_HOPPER_H_
-#define DDTREE_FFI_CUDA_VERIFY_WIDEN_HOPPER_H_
+// them to registers, a piece of a tile at a time, and store them widened when its place in a buffer is free. What
+// memory takes to answer is hidden by asking the L2 cache for whole steps ahead. Nothing of it may be spilled: a load
+// from local memory waits for the loads that are on their way.
+#ifndef DDTREE_FFI_CUDA_VERIFY_ATTN_HOPPER_WIDEN_H_
+#define DDTREE_FFI_CUDA_VERIFY_ATTN_HOPPER_WIDEN_H_
 
 #include <cuda.h>
 #include <cuda_fp16.h>
 #include <stdint.h>
 
 #include "ffi/cuda/sm90.h"
-#include "ffi/cuda/verify_attn.h"
-#include "ffi/cuda/verify_plan.h"
-#include "ffi/cuda/verify_segments.h"
+#include "ffi/cuda/verify_attn/arithmetic.h"
+#include "ffi/cuda/verify_attn/hopper_segments.h"
+#include "ffi/cuda/verify_attn/plan/plan.h"
+#include "ffi/cuda/verify_attn/problem.h"
 #include "ffi/ddtree.h"
 
 namespace ddtree {
 namespace widening {
 
-// The two e4m3 numbers in the low half of `x` as bfloat16. All of e4m3 is in half, and all of that in float.
+// The two e4m3 elements in the low half of `x` as bfloat16. All of e4m3 is in half, and all of that in float.
 __device__ __forceinline__ uint32_t widen_pair(uint32_t x) {
   uint32_t halves;
   asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(halves) : "h"(static_cast<uint16_t>(x)));
@@ -32,16 +33,16 @@ __device__ __forceinline__ uint4 widen(uint32_t low, uint32_t high) {
   return make_uint4(widen_pair(low), widen_pair(low >> 16), widen_pair(high), widen_pair(high >> 16));
 }
 
-// What a thread has of a piece: 16 numbers of each of some rows. Eight warps take a whole tile at a time; four take
-// half of its latent numbers, and the rotary numbers of half of its rows. Either way they take eight rows together, so
-// all that a thread stores has the same place in the swizzle, and then rotary numbers of eight rows a warp.
+// What a thread has of a piece: 16 elements of each of some rows. Eight warps take a whole tile at a time; four take
+// half of its latent elements, and the rotary elements of half of its rows. Either way they take eight rows together,
+// so all that a thread stores has the same place in the swizzle, and then rotary elements of eight rows per warp.
 template <int kWarps>
 struct Piece {
   static constexpr int kTogether = 8;
   static constexpr int kTimes = kHopperStep / kTogether;
   static constexpr int kLanes = kWarps * 32 / kTogether;  // of a row
   static constexpr int kPieces = 32 / kLanes;             // of a tile
-  uint4 numbers[kTimes + 1];
+  uint4 elements[kTimes + 1];
 
   __device__ __forceinline__ static int latent_row(int warp, int lane) { return (warp * 32 + lane) / kLanes; }
   __device__ __forceinline__ static int rotary_row(int piece, int warp, int lane) {
@@ -57,16 +58,16 @@ struct Piece {
     if (last >= kHopperStep - 1) {
       from += row * DDTREE_ROW_DIM;
 #pragma unroll
-      for (int i = 0; i < kTimes; ++i) numbers[i] = load(from + i * kTogether * DDTREE_ROW_DIM);
+      for (int i = 0; i < kTimes; ++i) elements[i] = load(from + i * kTogether * DDTREE_ROW_DIM);
     } else {
 #pragma unroll
-      for (int i = 0; i < kTimes; ++i) numbers[i] = load(from + min(row + i * kTogether, last) * DDTREE_ROW_DIM);
+      for (int i = 0; i < kTimes; ++i) elements[i] = load(from + min(row + i * kTogether, last) * DDTREE_ROW_DIM);
     }
     const uint8_t* rotary = rows + min(rotary_row(piece, warp, lane), last) * DDTREE_ROW_DIM;
-    numbers[kTimes] = load(rotary + DDTREE_LATENT_DIM + lane % 4 * 16);
+    elements[kTimes] = load(rotary + DDTREE_LATENT_DIM + lane % 4 * 16);
   }
 
-  // Stores it in the boxes of a buffer: those of latent numbers, and the one of rotary numbers.
+  // Stores it in the boxes of a buffer: those of latent elements, and the one of rotary elements.
   __device__ __forceinline__ void store(uint8_t* latents, uint8_t* rotary, int piece, int warp, int lane) const {
     // A thread has two chunks of a row. Of eight threads, which store at once, four begin with their second one: the
     // eight chunks would else lie in half of the banks.
@@ -75,13 +76,13 @@ struct Piece {
     latents += (piece * kLanes + lane % kLanes) / 4 * sm90::kBoxBytes + row * 128;
 #pragma unroll
     for (int i = 0; i < kTimes; ++i) {
-      const uint4 x = numbers[i];
+      const uint4 x = elements[i];
       uint8_t* const to = latents + i * kTogether * 128;
       // Chosen before they are widened, or that would be two ways to go.
       *reinterpret_cast<uint4*>(to + first) = widen(swapped ? x.z : x.x, swapped ? x.w : x.y);
       *reinterpret_cast<uint4*>(to + (first ^ 16)) = widen(swapped ? x.x : x.z, swapped ? x.y : x.w);
     }
-    const uint4 x = numbers[kTimes];
+    const uint4 x = elements[kTimes];
     const int own = rotary_row(piece, warp, lane);
     rotary += own * 128;
     *reinterpret_cast<uint4*>(rotary + ((chunk ^ own % 8) << 4)) = widen(x.x, x.y);
@@ -148,4 +149,4 @@ __device__ __forceinline__ void widen_tiles(const Problem& p, Shared& s, int war
 }  // namespace widening
 }  // namespace ddtree
 
-#endif  // DDTREE_FFI_CUDA_VERIFY_WIDEN_HOPPER_H_
+#endif  // DDTREE_FFI_CUDA_VERIFY_ATTN_HOPPER_WIDEN_H_

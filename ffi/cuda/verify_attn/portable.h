@@ -1,49 +1,51 @@
-// Absorbed MLA attention of a tree's rows over the whole prefix and over their ancestors.
+// verify_attn in bfloat16 on sm_80 and up.
 //
-// bfloat16: a block keeps 64 rows (node and head, heads fastest) and walks the cache 32 rows at a time, so that one
-// read of the cache serves them all. Eight warps are two groups of 32 rows by four that share the row's numbers: of
-// every 64 numbers, warp `part` has 16. It holds the group's query for its numbers and the output for its columns in
-// registers, the only place with room for them beside two 32-row stages in 99 KB of shared memory. Scores of a step
-// are sums over the four warps: each warp owns eight rows, receives the others' parts of them through shared memory,
-// does their softmax, and gives the weights back as the fragments that the second product takes. Each warp has the
+// Problem: a tile of 64 rows (node and head, heads fastest) over a request's cache, 32 cache rows per step, so that one
+// read of the cache serves 64 rows.
+//
+// Bound. A block has 99 KB of shared memory on sm_120, and two stages of 32 rows take 72 KB of it. Query and output
+// must live in registers: 64 x 576 bfloat16 and 64 x 512 floats, 200 KB of a block's 256.
+//
+// Schedule. Eight warps are two groups of 32 rows by four that share a row's elements: of every 64 elements, warp
+// `part` has 16. It holds the group's query for its elements and the output for its columns. Scores of a step are sums
+// over the four warps: each warp owns eight rows, receives the others' parts of their scores through shared memory,
+// does their softmax, and gives the weights back as the fragments that the second matmul takes. Each warp has the
 // group's rows in an order of its own, those that it owns first: who sends what to whom is then the same code for all.
+// From sm_90 on rows come by TMA and the last warp to leave a stage asks for its next rows, so no barrier of the whole
+// block is left in a step (portable_rows.h).
 //
-// An e4m3 cache is widened to bfloat16, exactly, on its way: a step's bytes land behind one stage, two steps ahead, and
-// are spread into it before the first product. From there on it is the same kernel; the layer's scale multiplies the
+// An e4m3 cache is upcast to bfloat16, exactly, on its way: a step's bytes land behind one stage, two steps ahead, and
+// are spread into it before the first matmul. From there on it is the same kernel; the layer's scale multiplies the
 // scores and the output.
 //
-// float32: plain arithmetic, a block for each row.
+// Result. On an H200 8 requests of 8,192 tokens, 64 heads and 17 nodes take 478 us, 325 TFLOP/s; over e4m3 733 us.
+#ifndef DDTREE_FFI_CUDA_VERIFY_ATTN_PORTABLE_H_
+#define DDTREE_FFI_CUDA_VERIFY_ATTN_PORTABLE_H_
+
 #include <cuda_bf16.h>
 #include <cuda_runtime.h>
 #include <float.h>
-#include <stddef.h>
 #include <stdint.h>
 
-#include <algorithm>
-
-#include "ffi/arguments.h"
 #include "ffi/cuda/launch.h"
 #include "ffi/cuda/ptx.h"
 #include "ffi/cuda/sm90.h"
-#include "ffi/cuda/tensor_map.h"
-#include "ffi/cuda/verify_attn.h"
-#include "ffi/cuda/verify_merge.h"
-#include "ffi/cuda/verify_plan.h"
-#include "ffi/cuda/verify_rows.h"
+#include "ffi/cuda/verify_attn/arithmetic.h"
+#include "ffi/cuda/verify_attn/plan/plan.h"
+#include "ffi/cuda/verify_attn/portable_rows.h"
+#include "ffi/cuda/verify_attn/problem.h"
+#include "ffi/cuda/verify_attn/tensor_map.h"
 #include "ffi/ddtree.h"
-#include "ffi/e4m3.h"
 
-namespace {
-
-using namespace ddtree;            // NOLINT: what the kernels share
-using namespace ddtree::portable;  // NOLINT
+namespace ddtree {
+namespace portable {
 
 constexpr int kWarps = kThreads / 32;
 constexpr int kGroupRows = 32;  // of four warps
 constexpr int kParts = 4;       // warps that share a group's rows
-constexpr int kKSteps = DDTREE_ROW_DIM / 64;     // 16-number slices of a warp in the first product
+constexpr int kKSteps = DDTREE_ROW_DIM / 64;     // 16-element slices of a warp in the first matmul
 constexpr int kColumns = DDTREE_LATENT_DIM / 64;  // 16-column slices of a warp in the second
-constexpr int kKeysAhead = 3;    // fragments of cache rows that are on their way to the first product
+constexpr int kKeysAhead = 3;    // fragments of cache rows that are on their way to the first matmul
 constexpr int kValuesAhead = 4;  // to the second
 constexpr int kExchange = 1024;  // bytes of scores that a warp sends to another
 constexpr int kExchangeOffset = kStages * kStageBytes;
@@ -80,8 +82,6 @@ static_assert(kSharedBytes <= 99 * 1024, "the smallest opt-in limit among sm_80 
 __device__ __forceinline__ Control& control_of(uint8_t* shared) {
   return *reinterpret_cast<Control*>(shared + kControlOffset);
 }
-
-constexpr int kMaxBlocks = 256;  // of the persistent grid
 __device__ __forceinline__ void group_barrier(uint32_t group) {
   asm volatile("bar.sync %0, %1;" ::"r"(1 + group), "n"(kParts * 32) : "memory");
 }
@@ -136,8 +136,8 @@ __device__ __forceinline__ void send_scores(uint8_t* shared, Place me, int half,
   }
 }
 
-// The first product of a step, 16 cache rows at a time: half of the sums at a time leaves registers for fragments
-// on their way. A warp sums over its own numbers and shares out the sums; in `own` it has those of the row that this
+// The first matmul of a step, 16 cache rows at a time: half of the sums at a time leaves registers for fragments
+// on their way. A warp sums over its own elements and shares out the sums; in `own` it has those of the row that this
 // lane's quad owns: own[t] are of cache rows 8 t + 2 (lane % 4) and the next.
 __device__ __forceinline__ void score_step(uint8_t* shared, uint32_t stage, const uint32_t (&query)[2][kKSteps][4],
                                            Place me, float (&own)[4][2]) {
@@ -168,7 +168,7 @@ __device__ __forceinline__ void score_step(uint8_t* shared, uint32_t stage, cons
 }
 
 // The softmax of a step: completes the scores of the row that this lane's quad owns, and leaves their weights, laid out
-// as the second product takes them, and by what the row's output so far shrinks.
+// as the second matmul takes them, and by what the row's output so far shrinks.
 template <typename Cache>
 __device__ __forceinline__ void weigh_step(const Problem& p, uint8_t* shared, const SegmentAndRows& segment,
                                            int number, bool masked, Place me, float (&own)[4][2]) {
@@ -232,7 +232,7 @@ __device__ __forceinline__ void weigh_step(const Problem& p, uint8_t* shared, co
 
 // `first` is the number of the segment's first step.
 template <typename Cache>
-__device__ void next_segment_and_rows(const Problem& p, Run* run, SegmentAndRows* s, int first) {
+inline __device__ void next_segment_and_rows(const Problem& p, Run* run, SegmentAndRows* s, int first) {
   next_segment(p, run, s);
   s->first = first;
   s->end = first + s->end_step - s->step;
@@ -265,7 +265,7 @@ __global__ void __launch_bounds__(kThreads, 1) attend(const Problem p, const __g
     next_segment_and_rows<Cache>(p, &run, &segment, 0);
     if constexpr (kE4m3) control.scales = scales_of(p);
   }
-  if (thread / 32 == kWarps - 1) list_cut_tiles(p, run, 0, 1, thread % 32);
+  if (thread / 32 == kWarps - 1) list_split_tiles(p, run, 0, 1, thread % 32);
   __syncthreads();
 
   while (segment.request < p.batch) {
@@ -344,7 +344,7 @@ __global__ void __launch_bounds__(kThreads, 1) attend(const Problem p, const __g
       float own[4][2];
       score_step(shared, stage, query, Place(thread), own);
       if constexpr (!kBoxes<Cache>) {
-        // Not before the first product: its reads of shared memory would queue behind these copies.
+        // Not before the first matmul: its reads of shared memory would queue behind these copies.
         if (number + kAhead < segment.end) ask(number + kAhead);
         commit_copies();
       }
@@ -447,9 +447,9 @@ __global__ void __launch_bounds__(kThreads, 1) attend(const Problem p, const __g
         }
       }
     } else {
-      float* part_out = reinterpret_cast<float*>(part_of<float>(p, blockIdx.x, segment.part));
+      float* split_out = reinterpret_cast<float*>(split_of<float>(p, blockIdx.x, segment.split));
       if (me.lane % 4 == 0) {
-        reinterpret_cast<float4*>(part_out + kTileRows * DDTREE_LATENT_DIM)[me.warp * 8 + me.lane / 4] =
+        reinterpret_cast<float4*>(split_out + kTileRows * DDTREE_LATENT_DIM)[me.warp * 8 + me.lane / 4] =
             make_float4(*me.maximum(shared), sum, 1.0f, 1.0f);
       }
 #pragma unroll
@@ -457,7 +457,7 @@ __global__ void __launch_bounds__(kThreads, 1) attend(const Problem p, const __g
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
           const uint32_t row = me.group * kGroupRows + owner_of(me, m * 2 + half) * 8 + me.lane / 4;
-          float* to = part_out + row * DDTREE_LATENT_DIM + me.part * 16 + me.lane % 4 * 2;
+          float* to = split_out + row * DDTREE_LATENT_DIM + me.part * 16 + me.lane % 4 * 2;
 #pragma unroll
           for (int k = 0; k < kColumns; ++k)
 #pragma unroll
@@ -473,188 +473,30 @@ __global__ void __launch_bounds__(kThreads, 1) attend(const Problem p, const __g
   }
 }
 
-constexpr int kChunk = 128;  // cache rows of a step in float32
-
-__device__ __forceinline__ float widened(float x) { return x; }
-__device__ __forceinline__ float widened(uint8_t x) { return FromE4m3(x); }
-
 template <typename Cache>
-__global__ void __launch_bounds__(kThreads) attend_f32(const float* query, const Cache* all_cache,
-                                                       const uint32_t* ancestors, const int32_t* lengths,
-                                                       const int32_t* num_nodes, const int32_t* all_layer, float* out,
-                                                       int layers, int batch, int rows, int nodes, int heads, int words,
-                                                       float scale, const float* cache_scale) {
-  __shared__ float weights[kChunk];
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  const int64_t index = blockIdx.x;
-  const int node = static_cast<int>(index / heads % nodes), b = static_cast<int>(index / heads / nodes);
-  const int length = min(max(lengths[b], 0), rows - nodes), real = min(max(num_nodes[b], 0), nodes);
-  const int layer = layer_of(all_layer, layers);
-  float value_scale = 1.0f;
-  if constexpr (sizeof(Cache) == 1) {
-    value_scale = layer_scale(cache_scale, all_layer, layers);
-    scale *= value_scale;
+int launch(const Problem& p, int blocks, const CUtensorMap& map, cudaStream_t stream) {
+  const auto kernel = attend<Cache>;
+  if (cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytes) != cudaSuccess) {
+    return refused();
   }
-  const Cache* cache = all_cache + (static_cast<int64_t>(layer) * batch + b) * rows * DDTREE_ROW_DIM;
-  out += index * DDTREE_LATENT_DIM;
-  if (node >= real) {
-    for (int c = threadIdx.x; c < DDTREE_LATENT_DIM; c += kThreads) {
-      out[c] = widened(cache[static_cast<int64_t>(length + node) * DDTREE_ROW_DIM + c]) * value_scale;
-    }
-    return;
-  }
-  const uint32_t* seen = ancestors + (static_cast<int64_t>(b) * nodes + node) * words;
-  float q[DDTREE_ROW_DIM / 32];
-#pragma unroll
-  for (int c = 0; c < DDTREE_ROW_DIM / 32; ++c) q[c] = query[index * DDTREE_ROW_DIM + c * 32 + lane];
-  float maximum = -INFINITY, sum = 0, total[2] = {};
-  for (int first = 0; first < length + real; first += kChunk) {
-    for (int i = warp; i < kChunk; i += kWarps) {
-      const int j = first + i - length;
-      float x = -INFINITY;
-      if (j < 0 || (j < real && (seen[j / kNodeBits] >> (j % kNodeBits) & 1))) {
-        const Cache* key = cache + static_cast<int64_t>(first + i) * DDTREE_ROW_DIM;
-        x = 0;
-#pragma unroll
-        for (int c = 0; c < DDTREE_ROW_DIM / 32; ++c) x = fmaf(q[c], widened(key[c * 32 + lane]), x);
-#pragma unroll
-        for (int d = 16; d > 0; d /= 2) x += __shfl_xor_sync(~0u, x, d);
-        x = fabsf(x) <= FLT_MAX ? x * scale : NAN;
-      }
-      if (lane == 0) weights[i] = x;
-    }
-    __syncthreads();
-    float top = maximum;
-    for (int i = lane; i < kChunk; i += 32) top = fmaxf(top, weights[i]);
-#pragma unroll
-    for (int d = 16; d > 0; d /= 2) top = fmaxf(top, __shfl_xor_sync(~0u, top, d));
-    const float factor = top == maximum ? 1.0f : expf(maximum - top);
-    const float shift = top == -INFINITY ? 0.0f : top;
-    maximum = top;
-    sum *= factor;
-    total[0] *= factor;
-    total[1] *= factor;
-    for (int i = 0; i < kChunk; ++i) {
-      const float score = weights[i];
-      if (score == -INFINITY) continue;  // not seen
-      const float weight = expf(score - shift);
-      const Cache* value = cache + static_cast<int64_t>(first + i) * DDTREE_ROW_DIM;
-      sum += weight;
-      total[0] = fmaf(weight, widened(value[threadIdx.x]), total[0]);
-      total[1] = fmaf(weight, widened(value[threadIdx.x + kThreads]), total[1]);
-    }
-    __syncthreads();
-  }
-  out[threadIdx.x] = total[0] / sum * value_scale;
-  out[threadIdx.x + kThreads] = total[1] / sum * value_scale;
+  kernel<<<blocks, kThreads, kSharedBytes, stream>>>(p, map);
+  return launch_status();
 }
 
-int64_t max_steps(int64_t batch, int64_t rows, int64_t nodes, int64_t heads) {
-  return batch * ddtree::ceil_div(nodes * heads, kTileRows) * ddtree::ceil_div(rows, kStep);
-}
+}  // namespace portable
 
-int64_t max_blocks(int64_t batch, int64_t rows, int64_t nodes, int64_t heads) {
-  return std::min<int64_t>(ddtree::ceil_div(max_steps(batch, rows, nodes, heads), kMinRun), kMaxBlocks);
-}
-
-// Of the workspace, in which the list of cut tiles follows.
-size_t parts_bytes(int64_t batch, int64_t rows, int64_t nodes, int64_t heads) {
-  return static_cast<size_t>(kBlockParts * max_blocks(batch, rows, nodes, heads)) * kPartBytes<float>;
-}
-
-// Whether the kernels serve these sizes in some number of layers: what they count in 32 bits must fit.
-bool served(int64_t batch, int64_t rows, int64_t nodes, int64_t heads, int32_t dtype) {
-  const int64_t bytes = ddtree::DtypeBytes(dtype);
-  return ddtree::VerifyAttnSizes(rows, nodes, heads) && ddtree::Between(0, batch, INT32_MAX) &&
-         rows <= INT32_MAX - kChunk && heads <= (INT32_MAX - kTileRows) / nodes && nodes * heads * batch <= INT32_MAX &&
-         ddtree::Countable(bytes, {batch, rows, DDTREE_ROW_DIM}) &&
-         max_steps(batch, rows, nodes, heads) + kBeginCost * batch <= kMostSteps;
-}
-
-}  // namespace
-
-size_t ddtree_verify_attn_workspace(int64_t batch, int64_t rows, int64_t nodes, int64_t heads, int32_t dtype) {
-  if (dtype != DDTREE_BF16 || batch == 0 || !served(batch, rows, nodes, heads, dtype)) return 0;
-  // What the end of each block's run cuts, and all tiles where requests are cut into chunks.
-  const int64_t tiles = max_blocks(batch, rows, nodes, heads) + batch * ddtree::ceil_div(nodes * heads, kTileRows);
-  return parts_bytes(batch, rows, nodes, heads) + offsetof(CutTiles, tiles) + tiles * sizeof(CutTile);
-}
-
-int ddtree_verify_attn_cuda(const ddtree_verify_attn_args* args, void* stream) {
-  if (const int status = ddtree::Check(args); status != DDTREE_OK) return status;
-  if (args->layers > INT32_MAX || !served(args->batch, args->rows, args->nodes, args->heads, args->dtype) ||
-      !ddtree::aligned({args->query, args->cache, args->out})) {
-    return DDTREE_INVALID_ARGUMENT;
-  }
-  const int64_t all_rows = args->batch * args->nodes * args->heads;
-  if (all_rows == 0) return DDTREE_OK;
-  const auto cuda_stream = static_cast<cudaStream_t>(stream);
-  const int layers = static_cast<int>(args->layers), batch = static_cast<int>(args->batch);
-  const int rows = static_cast<int>(args->rows), nodes = static_cast<int>(args->nodes);
-  const int heads = static_cast<int>(args->heads), words = (nodes + kNodeBits - 1) / kNodeBits;
-  const bool e4m3 = args->cache_dtype == DDTREE_E4M3;
-  if (args->dtype == DDTREE_F32) {
-    const auto launch = [&](auto kernel, auto* cache) {
-      kernel<<<static_cast<int>(all_rows), kThreads, 0, cuda_stream>>>(
-          static_cast<const float*>(args->query), cache, args->ancestors, args->lengths, args->num_nodes, args->layer,
-          static_cast<float*>(args->out), layers, batch, rows, nodes, heads, words, args->scale, args->cache_scale);
-    };
-    if (e4m3) {
-      launch(attend_f32<uint8_t>, static_cast<const uint8_t*>(args->cache));
-    } else {
-      launch(attend_f32<float>, static_cast<const float*>(args->cache));
-    }
-    return ddtree::launch_status();
-  }
-  if (!ddtree::has_workspace(args->workspace, args->workspace_bytes,
-                             ddtree_verify_attn_workspace(batch, rows, nodes, heads, args->dtype))) {
-    return DDTREE_INVALID_ARGUMENT;
-  }
-  const auto kernel = e4m3 ? attend<uint8_t> : attend<__nv_bfloat16>;
-  int device = 0, processors = 0, major = 0, minor = 0;
-  if (cudaGetDevice(&device) != cudaSuccess ||
-      cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device) != cudaSuccess ||
-      cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device) != cudaSuccess ||
-      cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device) != cudaSuccess ||
-      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytes) != cudaSuccess) {
-    return ddtree::refused();
-  }
-  const bool has_hopper = major == 9 && minor == 0 && ddtree::hopper_built(device);
-  if (args->path == DDTREE_PATH_HOPPER && !has_hopper) return DDTREE_INVALID_ARGUMENT;
-  const bool hopper = has_hopper && args->path != DDTREE_PATH_PORTABLE;
-  uint8_t* parts = static_cast<uint8_t*>(args->workspace);
-  const Problem problem{static_cast<const __nv_bfloat16*>(args->query),
-                        args->cache,
-                        args->ancestors,
-                        args->lengths,
-                        args->num_nodes,
-                        args->layer,
-                        static_cast<__nv_bfloat16*>(args->out),
-                        parts,
-                        reinterpret_cast<CutTiles*>(parts + parts_bytes(batch, rows, nodes, heads)),
-                        layers,
-                        batch,
-                        rows,
-                        nodes,
-                        heads,
-                        words,
-                        hopper ? kHopperStep : kStep,
-                        e4m3,
-                        args->scale * 1.4426950408889634f,
-                        args->cache_scale};
-  const int blocks = static_cast<int>(std::min<int64_t>(max_blocks(batch, rows, nodes, heads), processors));
-  if (hopper) {
-    const int size = hopper_cluster(problem, device, processors);
-    const int status = attend_hopper(problem, blocks, size, cuda_stream);
-    if (status != DDTREE_OK || size > 0) return status;
-    return ddtree::launch_merge<__half>(problem, processors, cuda_stream);
-  }
+// `p.step_rows` must be portable::kStep. Leaves splits in float32 to launch_combine.
+inline int attend_portable(const Problem& p, int blocks, int major, cudaStream_t stream) {
+  if (p.e4m3) return portable::launch<uint8_t>(p, blocks, {}, stream);
   CUtensorMap map{};
   // Code for sm_90 and later takes it.
-  if (major >= 9 && !e4m3 &&
-      !ddtree::encode_cache(problem, kStep, DDTREE_ROW_DIM / 64, &map, CU_TENSOR_MAP_L2_PROMOTION_L2_256B)) {
-    return ddtree::refused();
+  if (major >= 9 &&
+      !encode_cache(p, portable::kStep, DDTREE_ROW_DIM / 64, &map, CU_TENSOR_MAP_L2_PROMOTION_L2_256B)) {
+    return refused();
   }
-  kernel<<<blocks, kThreads, kSharedBytes, cuda_stream>>>(problem, map);
-  return ddtree::launch_merge<float>(problem, processors, cuda_stream);
+  return portable::launch<__nv_bfloat16>(p, blocks, map, stream);
 }
+
+}  // namespace ddtree
+
+#endif  // DDTREE_FFI_CUDA_VERIFY_ATTN_PORTABLE_H_

@@ -1,11 +1,11 @@
-// The product of a few rows of float32 with a matrix of bfloat16 by AMX, which multiplies tiles of bfloat16 and adds in
+// The matmul of a few rows of float32 with a matrix of bfloat16 by AMX, which multiplies tiles of bfloat16 and adds in
 // float32.
 //
 // A float32 is the sum of three bfloat16 exactly: its significand's upper, middle and lower eight bits. The parts of
 // five rows are a tile of fifteen, which costs hardly more than one row's three.
 //
 // AMX multiplies pairs of inputs, but the matrix has pairs of columns side by side, and to interleave its rows takes
-// longer than a second product. So each tile of the matrix, 16 inputs by 32 columns, is multiplied twice, by parts with
+// longer than a second matmul. So each tile of the matrix, 16 inputs by 32 columns, is multiplied twice, by parts with
 // zeros between them, for the even columns and for the odd ones. Should a column's weight be no finite number, zero
 // times it makes NaN of the column beside it: where a sum is NaN, it is done again without AMX.
 //
@@ -19,6 +19,7 @@
 #include <algorithm>
 
 #include "ffi/cpu/kernels.h"
+#include "ffi/xla_cpu/few_rows.h"
 
 // GCC has the intrinsics since 11, Clang since 12.
 #if defined(__x86_64__) && defined(__linux__) && \

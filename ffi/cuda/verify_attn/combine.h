@@ -1,11 +1,19 @@
-// The second launch of verify_attn in bfloat16: merges the parts of tiles that were cut between blocks, and gives rows
-// past num_nodes their own latent.
+// The second launch of verify_attn in bfloat16: combines the splits of tiles by log-sum-exp, and gives rows past
+// num_nodes their own latent.
 //
-// What takes long is the way to a part, so that all of a row's should be asked for at once. Two warps have a row's
-// halves. Where rows have few parts, a block does four rows side by side; else four pairs of warps share the parts of
-// one row and add up in shared memory.
-#ifndef DDTREE_FFI_CUDA_VERIFY_MERGE_H_
-#define DDTREE_FFI_CUDA_VERIFY_MERGE_H_
+// Problem. Tiles whose steps several blocks did have one split from each: an output of 64 rows by 512 columns with each
+// row's maximum and sum. The result of a row is the sum of its splits, each scaled by 2^(its maximum - the greatest)
+// and divided by the sum of sums.
+//
+// Bound: latency. A row is four dependent waits for the L2 cache, so what counts is how many loads an SM has under way.
+//
+// Schedule. All splits of a row are asked for at once. Two warps have a row's halves. Where rows have few splits, a
+// block does four rows side by side; else four pairs of warps share the splits of one row and add up in shared memory.
+// In float16 three blocks of eight warps fit an SM, each warp asking for four splits at a time; two blocks that asked
+// for eight took up to twice as long. Blocks share out the rows that tiles can have, by a list of the split tiles that
+// the first launch leaves.
+#ifndef DDTREE_FFI_CUDA_VERIFY_ATTN_MERGE_H_
+#define DDTREE_FFI_CUDA_VERIFY_ATTN_MERGE_H_
 
 #include <cuda_fp16.h>
 #include <cuda_runtime.h>
@@ -14,28 +22,29 @@
 #include <algorithm>
 
 #include "ffi/cuda/launch.h"
-#include "ffi/cuda/verify_attn.h"
-#include "ffi/cuda/verify_plan.h"
+#include "ffi/cuda/verify_attn/arithmetic.h"
+#include "ffi/cuda/verify_attn/plan/plan.h"
+#include "ffi/cuda/verify_attn/problem.h"
 #include "ffi/ddtree.h"
 #include "ffi/e4m3.h"
 
 namespace ddtree {
-namespace merging {
+namespace combining {
 
 constexpr int kThreads = 256;
 constexpr int kWarps = kThreads / 32;
 constexpr int kSides = 2;               // warps of a row, each with half of its columns, eight for a lane
-constexpr int kRows = kWarps / kSides;  // of a block, or ways in which the parts of one row are shared out
-constexpr int kFewParts = 8;            // that need not be shared out
+constexpr int kRows = kWarps / kSides;  // of a block, or ways in which the splits of one row are shared out
+constexpr int kFewSplits = 8;            // that need not be shared out
 
-// A lane's columns of a part's row, as they lie in memory.
-template <typename Number>
+// A lane's columns of a split's row, as they lie in memory.
+template <typename Element>
 struct Slice;
 
 template <>
 struct Slice<float> {
   static constexpr int kTogether = 4;  // that a warp asks for at a time
-  static constexpr int kBlocks = 2;    // for a processor, as many as registers allow
+  static constexpr int kBlocks = 2;    // for an SM, as many as registers allow
   float4 x[2];
   __device__ __forceinline__ void load(const float* row) {
     x[0] = reinterpret_cast<const float4*>(row)[0];
@@ -69,7 +78,7 @@ struct Slice<__half> {
   }
 };
 
-// The sum of some of a row's parts: the greatest score, the weights' sum, and a lane's columns.
+// The sum of some of a row's splits: the greatest score, the weights' sum, and a lane's columns.
 struct Sum {
   float top = -INFINITY, sum = 0, total[8] = {};
 };
@@ -77,38 +86,38 @@ struct Sum {
 // By what something with greatest score `from` is multiplied where the greatest is `to`.
 __device__ __forceinline__ float shrink(float from, float to) { return from == to ? 1.0f : power_of_two(from - to); }
 
-// Adds a row of parts; lane i < count <= 32 knows one of them, or -1. `column` is the lane's first.
-template <typename Number>
-__device__ __forceinline__ void add_parts(const uint8_t* parts, int known, int count, int row, int column, Sum* all) {
-  constexpr int kTogether = Slice<Number>::kTogether;
-  const auto numbers_of = [&](int number) {
-    return reinterpret_cast<const Number*>(parts + static_cast<int64_t>(number) * kPartBytes<Number>);
+// Adds a row of splits; lane i < count <= 32 knows one of them, or -1. `column` is the lane's first.
+template <typename Element>
+__device__ __forceinline__ void add_splits(const uint8_t* splits, int known, int count, int row, int column, Sum* all) {
+  constexpr int kTogether = Slice<Element>::kTogether;
+  const auto elements_of = [&](int number) {
+    return reinterpret_cast<const Element*>(splits + static_cast<int64_t>(number) * kSplitBytes<Element>);
   };
-  Slice<Number> slices[kTogether];
+  Slice<Element> slices[kTogether];
   const auto load = [&](int begin) {
 #pragma unroll
     for (int k = 0; k < kTogether; ++k) {
       const int number = __shfl_sync(~0u, known, begin + k);  // -1 beyond count, or nothing at all beyond 31
       slices[k] = {};
-      if (begin + k < count && number >= 0) slices[k].load(numbers_of(number) + row * DDTREE_LATENT_DIM + column);
+      if (begin + k < count && number >= 0) slices[k].load(elements_of(number) + row * DDTREE_LATENT_DIM + column);
     }
   };
-  float4 said = make_float4(-INFINITY, 0, 0, 0);
-  if (known >= 0) said = reinterpret_cast<const float4*>(numbers_of(known) + kTileRows * DDTREE_LATENT_DIM)[row];
+  float4 softmax = make_float4(-INFINITY, 0, 0, 0);
+  if (known >= 0) softmax = reinterpret_cast<const float4*>(elements_of(known) + kTileRows * DDTREE_LATENT_DIM)[row];
   load(0);
-  float top = said.x;
+  float top = softmax.x;
 #pragma unroll
   for (int d = 16; d > 0; d /= 2) top = fmaxf(top, __shfl_xor_sync(~0u, top, d));
   top = fmaxf(top, all->top);
-  const float before = shrink(all->top, top), factor = shrink(said.x, top);
-  float sum = factor * said.y;
+  const float before = shrink(all->top, top), factor = shrink(softmax.x, top);
+  float sum = factor * softmax.y;
 #pragma unroll
   for (int d = 16; d > 0; d /= 2) sum += __shfl_xor_sync(~0u, sum, d);
   all->top = top;
   all->sum = all->sum * before + sum;
 #pragma unroll
   for (int i = 0; i < 8; ++i) all->total[i] *= before;
-  const float weight = factor * (column < DDTREE_LATENT_DIM / 2 ? said.z : said.w);
+  const float weight = factor * (column < DDTREE_LATENT_DIM / 2 ? softmax.z : softmax.w);
   for (int begin = 0;;) {
 #pragma unroll
     for (int k = 0; k < kTogether; ++k) {
@@ -121,7 +130,7 @@ __device__ __forceinline__ void add_parts(const uint8_t* parts, int known, int c
   }
 }
 
-// Rows past num_nodes: what lies in the cache for them. A warp a row.
+// Rows past num_nodes: what lies in the cache for them. A warp per row.
 template <typename Cache>
 __device__ __forceinline__ void copy_latents(const Problem& p, float scale, int lane) {
   const int layer = layer_of(p.layer, p.layers), request_rows = p.nodes * p.heads;
@@ -151,8 +160,8 @@ __device__ __forceinline__ void copy_latents(const Problem& p, float scale, int 
   }
 }
 
-template <typename Cache, typename Number>
-__global__ void __launch_bounds__(kThreads, Slice<Number>::kBlocks) merge(const Problem p) {
+template <typename Cache, typename Element>
+__global__ void __launch_bounds__(kThreads, Slice<Element>::kBlocks) combine(const Problem p) {
   __shared__ float totals[kRows][DDTREE_LATENT_DIM];
   __shared__ float tops[kRows], sums[kRows];
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
@@ -163,30 +172,30 @@ __global__ void __launch_bounds__(kThreads, Slice<Number>::kBlocks) merge(const 
 #pragma unroll 1
   for (int b = lane; b < p.batch; b += 32) padded |= p.num_nodes[b] < p.nodes;
   if (__any_sync(~0u, padded)) copy_latents<Cache>(p, scale, lane);
-  const CutTiles& list = *p.cut_tiles;
-  const bool shared_out = list.most_parts > kFewParts;
+  const SplitTiles& list = *p.split_tiles;
+  const bool shared_out = list.most_splits > kFewSplits;
   // Tiles may have fewer rows than there is room for, and blocks with nothing but such rows would be idle.
   const uint32_t tile_rows = min(kTileRows, p.nodes * p.heads), together = shared_out ? 1 : kRows;
-  // A pair of warps has so many rows of a tile one after the other, whose parts it looks up once.
+  // A pair of warps has so many rows of a tile one after the other, whose splits it looks up once.
   const uint32_t pairs = gridDim.x * together, each = max((list.count * tile_rows + pairs - 1) / pairs, 1u);
   const uint32_t units = (tile_rows + each - 1) / each;
   const int way = shared_out ? group : 0, ways = shared_out ? kRows : 1;
 #pragma unroll 1
   for (uint32_t unit = blockIdx.x * together + (shared_out ? 0 : group); unit < list.count * units; unit += pairs) {
     const uint32_t number = unit / units, first = (unit - number * units) * each;
-    const CutTile& tile = list.tiles[number];
+    const SplitTile& tile = list.tiles[number];
     const int end = min(static_cast<int>(first + each), tile.rows);
     if (static_cast<int>(first) >= end) continue;
-    const Parts parts = tile.parts;
-    const int count = parts.count();
+    const Splits splits = tile.splits;
+    const int count = splits.count();
     const int64_t first_row = static_cast<int64_t>(tile.request) * p.nodes * p.heads + tile.first_row;
 #pragma unroll 1
     for (int row = first; row < end; ++row) {
       Sum all;
 #pragma unroll 1
       for (int i = way; i < count; i += 32 * ways) {
-        const int own = i + lane * ways, known = own < count ? parts.get(own) : -1;
-        add_parts<Number>(p.parts, known, min((count - i + ways - 1) / ways, 32), row, column, &all);
+        const int own = i + lane * ways, known = own < count ? splits.get(own) : -1;
+        add_splits<Element>(p.splits, known, min((count - i + ways - 1) / ways, 32), row, column, &all);
       }
       __nv_bfloat16* out = p.out + (first_row + row) * DDTREE_LATENT_DIM;
       if (!shared_out) {
@@ -224,18 +233,18 @@ __global__ void __launch_bounds__(kThreads, Slice<Number>::kBlocks) merge(const 
   }
 }
 
-}  // namespace merging
+}  // namespace combining
 
-// `Number` is what the first launch has left its parts in.
-template <typename Number>
-int launch_merge(const Problem& p, int processors, cudaStream_t stream) {
+// `Element` is what the first launch has left its splits in, float or __half.
+template <typename Element>
+int launch_combine(const Problem& p, int sms, cudaStream_t stream) {
   const int64_t rows = static_cast<int64_t>(p.batch) * p.nodes * p.heads;
-  const int blocks = static_cast<int>(std::min<int64_t>(rows, merging::Slice<Number>::kBlocks * processors));
-  const auto kernel = p.e4m3 ? merging::merge<uint8_t, Number> : merging::merge<__nv_bfloat16, Number>;
-  kernel<<<blocks, merging::kThreads, 0, stream>>>(p);
+  const int blocks = static_cast<int>(std::min<int64_t>(rows, combining::Slice<Element>::kBlocks * sms));
+  const auto kernel = p.e4m3 ? combining::combine<uint8_t, Element> : combining::combine<__nv_bfloat16, Element>;
+  kernel<<<blocks, combining::kThreads, 0, stream>>>(p);
   return launch_status();
 }
 
 }  // namespace ddtree
 
-#endif  // DDTREE_FFI_CUDA_VERIFY_MERGE_H_
+#endif  // DDTREE_FFI_CUDA_VERIFY_ATTN_MERGE_H_

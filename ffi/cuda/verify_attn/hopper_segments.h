@@ -1,12 +1,17 @@
 // What verify_attn's kernels for Hopper share of going through a block's segments.
-#ifndef DDTREE_FFI_CUDA_VERIFY_SEGMENTS_H_
-#define DDTREE_FFI_CUDA_VERIFY_SEGMENTS_H_
+#ifndef DDTREE_FFI_CUDA_VERIFY_ATTN_HOPPER_SEGMENTS_H_
+#define DDTREE_FFI_CUDA_VERIFY_ATTN_HOPPER_SEGMENTS_H_
 
 #include <stdint.h>
 
 #include "ffi/cuda/sm90.h"
-#include "ffi/cuda/verify_attn.h"
-#include "ffi/cuda/verify_plan.h"
+#include "ffi/cuda/verify_attn/plan/plan.h"
+#include "ffi/cuda/verify_attn/problem.h"
+
+// For other architectures the kernels are traps, and nothing calls what is theirs.
+#if defined(__CUDA_ARCH__) && !defined(__CUDA_ARCH_FEAT_SM90_ALL)
+#pragma nv_diag_suppress 177
+#endif
 
 namespace ddtree {
 
@@ -43,4 +48,4 @@ __device__ void plan_segments(const Problem& p, Shared& s) {
 
 }  // namespace ddtree
 
-#endif  // DDTREE_FFI_CUDA_VERIFY_SEGMENTS_H_
+#endif  // DDTREE_FFI_CUDA_VERIFY_ATTN_HOPPER_SEGMENTS_H_

@@ -1,42 +1,19 @@
-// What the bfloat16 kernels of verify_attn have in common: their problem, masks and arithmetic. Who does what is in
-// verify_plan.h.
-#ifndef DDTREE_FFI_CUDA_VERIFY_ATTN_H_
-#define DDTREE_FFI_CUDA_VERIFY_ATTN_H_
+// The masks and the arithmetic that verify_attn's kernels share.
+#ifndef DDTREE_FFI_CUDA_VERIFY_ATTN_ARITHMETIC_H_
+#define DDTREE_FFI_CUDA_VERIFY_ATTN_ARITHMETIC_H_
 
 #include <cuda_bf16.h>
 #include <cuda_runtime.h>
 #include <stdint.h>
 
-#include "ffi/ddtree.h"
+#include "ffi/cuda/verify_attn/problem.h"
 
 namespace ddtree {
-
-constexpr int kTileRows = 64;  // query rows of a block
-constexpr int kNodeBits = 32;
-
-struct CutTiles;
-
-struct Problem {
-  const __nv_bfloat16* query;
-  const void* cache;  // bfloat16 or e4m3
-  const uint32_t* ancestors;
-  const int32_t* lengths;
-  const int32_t* num_nodes;
-  const int32_t* layer;
-  __nv_bfloat16* out;
-  uint8_t* parts;  // what blocks leave for the merge
-  CutTiles* cut_tiles;
-  int layers, batch, rows, nodes, heads, words;
-  int step_rows;  // cache rows of a step
-  bool e4m3;      // whether that is what the cache holds
-  float log2_scale;  // of the scores, for powers of two
-  const float* cache_scale;  // of each layer's e4m3 numbers; null for 1
-};
 
 // The call's layer, brought among those that there are.
 __device__ __forceinline__ int layer_of(const int32_t* layer, int layers) { return min(max(*layer, 0), layers - 1); }
 
-// What an e4m3 cache's numbers of this call's layer stand for, times themselves.
+// What an e4m3 cache's elements of this call's layer stand for, times themselves.
 __device__ __forceinline__ float layer_scale(const float* cache_scale, const int32_t* layer, int layers) {
   return cache_scale == nullptr ? 1.0f : cache_scale[layer_of(layer, layers)];
 }
@@ -48,7 +25,7 @@ struct Scales {
 
 __device__ __forceinline__ Scales scales_of(const Problem& p) {
   const float scale = layer_scale(p.cache_scale, p.layer, p.layers);
-  return {p.log2_scale * scale, scale};
+  return {.score = p.log2_scale * scale, .value = scale};
 }
 
 // 2^x: 0 for -inf, NaN for NaN.
@@ -95,22 +72,6 @@ __device__ __forceinline__ uint32_t visible(const uint32_t* ancestors, int words
   return nodes - first < 32 ? seen & ((1u << (nodes - first)) - 1) : seen;
 }
 
-// The sm_90a kernels: 64 cache rows a step; `p.step_rows` must be that. With a `size` they run in clusters of so many
-// blocks for each tile, and are done with it (verify_cluster.h); with 0 in `blocks` blocks, and leave parts to merge.
-constexpr int kHopperStep = 64;
-int attend_hopper(const Problem& p, int blocks, int size, cudaStream_t stream);
-
-// Whether this device runs the kernels' own sm_90a code. If not, since the driver compiled another architecture's PTX,
-// they are traps: call nothing else here.
-bool hopper_built(int device);
-
-// The size to take, 0 for e4m3. It looks at nothing but shapes, the cache's dtype and the card.
-int hopper_cluster(const Problem& p, int device, int processors);
-
-// What attend_hopper calls where a request has at most kFewRows query rows.
-constexpr int kFewRows = 32;
-int attend_few_hopper(const Problem& p, int blocks, int size, cudaStream_t stream);
-
 }  // namespace ddtree
 
-#endif  // DDTREE_FFI_CUDA_VERIFY_ATTN_H_
+#endif  // DDTREE_FFI_CUDA_VERIFY_ATTN_ARITHMETIC_H_

@@ -1,6 +1,6 @@
 // Grouped-query attention of a drafter's block over its context and itself, in float32.
 //
-// It is no entry point of the C ABI: only XLA's CPU backend, which turns the whole context round for a product of a few
+// It is no entry point of the C ABI: only XLA's CPU backend, which turns the whole context round for a matmul of a few
 // rows and reads all of it, filled or not, has use for it. A work item is 16 (slot, head) rows of one key head, one in
 // each lane of a vector: no sum goes over lanes, and a head of any size is as good as another. Keys that none of the
 // item's rows sees are not read, and NaN there cannot reach it.
@@ -8,6 +8,8 @@
 #include <cmath>
 
 #include "ffi/cpu/kernels.h"
+#include "ffi/ddtree.h"
+#include "ffi/xla_cpu/draft_attn.h"
 
 namespace ddtree {
 namespace {

@@ -1,12 +1,12 @@
 // Maps of bfloat16 rows for TMA, in the layout that sm90.h describes.
-#ifndef DDTREE_FFI_CUDA_TENSOR_MAP_H_
-#define DDTREE_FFI_CUDA_TENSOR_MAP_H_
+#ifndef DDTREE_FFI_CUDA_VERIFY_ATTN_TENSOR_MAP_H_
+#define DDTREE_FFI_CUDA_VERIFY_ATTN_TENSOR_MAP_H_
 
 #include <cuda.h>
 #include <cuda_runtime.h>
 #include <stdint.h>
 
-#include "ffi/cuda/verify_attn.h"
+#include "ffi/cuda/verify_attn/problem.h"
 #include "ffi/ddtree.h"
 
 namespace ddtree {
@@ -31,7 +31,7 @@ inline EncodeMap encoder() {
   return encode;
 }
 
-// A map of `planes` planes of `rows` rows. A row is nine slices of 64 numbers; a box is `box_rows` rows of a slice,
+// A map of `planes` planes of `rows` rows. A row is nine slices of 64 elements; a box is `box_rows` rows of a slice,
 // then the same rows of the next, `slices` in all.
 inline bool encode_map(const void* data, int64_t rows, int64_t planes, int box_rows, int slices,
                        CUtensorMap* map, CUtensorMapL2promotion promotion = CU_TENSOR_MAP_L2_PROMOTION_L2_128B) {
@@ -61,4 +61,4 @@ inline bool encode_cache(const Problem& p, int box_rows, int slices, CUtensorMap
 
 }  // namespace ddtree
 
-#endif  // DDTREE_FFI_CUDA_TENSOR_MAP_H_
+#endif  // DDTREE_FFI_CUDA_VERIFY_ATTN_TENSOR_MAP_H_

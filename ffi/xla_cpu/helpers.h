@@ -2,8 +2,8 @@
 //
 // A decode step calls a kernel of some ten microseconds every few microseconds, and a thread that sleeps wakes too late
 // to be of use in one. So a helper looks out for the next one a while before it sleeps.
-#ifndef DDTREE_FFI_HELPERS_H_
-#define DDTREE_FFI_HELPERS_H_
+#ifndef DDTREE_FFI_XLA_CPU_HELPERS_H_
+#define DDTREE_FFI_XLA_CPU_HELPERS_H_
 
 #include <cstdint>
 
@@ -25,4 +25,4 @@ void Share(int64_t threads, int64_t tasks, const Function& function) {
 
 }  // namespace ddtree
 
-#endif  // DDTREE_FFI_HELPERS_H_
+#endif  // DDTREE_FFI_XLA_CPU_HELPERS_H_

@@ -1,4 +1,4 @@
-#include "ffi/helpers.h"
+#include "ffi/xla_cpu/helpers.h"
 
 #include <pthread.h>
 #ifdef __linux__

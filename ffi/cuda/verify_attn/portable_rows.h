@@ -1,13 +1,13 @@
 // How cache rows come to shared memory for verify_attn's portable kernel.
 //
-// A stage holds 32 rows as nine slices of 64 numbers, a slice as the 128-byte swizzle of TMA has it: the 16-byte chunk
+// A stage holds 32 rows as nine slices of 64 elements, a slice as the 128-byte swizzle of TMA has it: the 16-byte chunk
 // c of a slice's row r lies at r * 128 + ((c ^ r % 8) << 4), which keeps ldmatrix free of bank conflicts.
 //
 // From sm_90 on one thread asks for a step of bfloat16, a box of a tensor map. What TMA brings beyond a request's rows
 // are rows of the same request, or zeros: nodes do not see them. Else every thread copies chunks of 16 bytes, which
-// hold up the reads of shared memory that products wait for.
-#ifndef DDTREE_FFI_CUDA_VERIFY_ROWS_H_
-#define DDTREE_FFI_CUDA_VERIFY_ROWS_H_
+// hold up the reads of shared memory that matmuls wait for.
+#ifndef DDTREE_FFI_CUDA_VERIFY_ATTN_PORTABLE_ROWS_H_
+#define DDTREE_FFI_CUDA_VERIFY_ATTN_PORTABLE_ROWS_H_
 
 #include <cuda.h>
 #include <cuda_bf16.h>
@@ -15,7 +15,7 @@
 
 #include "ffi/cuda/ptx.h"
 #include "ffi/cuda/sm90.h"
-#include "ffi/cuda/verify_attn.h"
+#include "ffi/cuda/verify_attn/arithmetic.h"
 #include "ffi/ddtree.h"
 
 namespace ddtree {
@@ -25,7 +25,7 @@ constexpr int kThreads = 256;
 constexpr int kStep = 32;  // cache rows of a step
 constexpr int kRowBytes = DDTREE_ROW_DIM * 2;
 constexpr int kStageBytes = kStep * kRowBytes;
-constexpr int kSlice = kStep * 128;  // bytes from 64 numbers of a row to its next 64
+constexpr int kSlice = kStep * 128;  // bytes from 64 elements of a row to its next 64
 constexpr int kHalfStep = 16 * 128;  // from a row to the one 16 further on
 constexpr int kStages = 2;
 
@@ -100,8 +100,8 @@ __device__ __forceinline__ uint32_t landing_of(int number) {
   return sizeof(Cache) == 2 ? place * kStageBytes : kStageBytes + place * (kStageBytes / 2);
 }
 
-// Two e4m3 numbers, in the high bytes of the halves of `spread`, as bfloat16: as bits of bfloat16 they are too small by
-// 2^120, subnormals included. NaN comes out as 480, which is no e4m3 number.
+// Two e4m3 elements, in the high bytes of the halves of `spread`, as bfloat16: as bits of bfloat16 they are too small
+// by 2^120, subnormals included. NaN comes out as 480, which is no e4m3 number.
 __device__ __forceinline__ uint32_t widen_pair(uint32_t spread) {
   const uint32_t bits = (spread & 0x80008000u) | (spread >> 4 & 0x07f007f0u);
   const __nv_bfloat162 power = __halves2bfloat162(__ushort_as_bfloat16(0x7b80), __ushort_as_bfloat16(0x7b80));
@@ -116,7 +116,7 @@ __device__ __forceinline__ uint32_t restore_nan(uint32_t pair) {
   return pair;
 }
 
-// Spreads 8 numbers from `from` into the 16-byte chunk at `to`.
+// Spreads 8 elements from `from` into the 16-byte chunk at `to`.
 __device__ __forceinline__ void widen_chunk(const uint8_t* from, uint8_t* to) {
   const uint2 x = *reinterpret_cast<const uint2*>(from);
   uint4 y = make_uint4(widen_pair(__byte_perm(x.x, 0, 0x1404)), widen_pair(__byte_perm(x.x, 0, 0x3424)),
@@ -143,7 +143,7 @@ __device__ __forceinline__ void widen_step(const uint8_t* landing, uint8_t* stag
               stage + 8 * kSlice + tail_row * 128 + ((lane % 8 ^ tail_row % 8) << 4));
 }
 
-// Makes what is not finite in a stage's latent numbers zero. A node's row may be NaN, and nodes that do not see it
+// Makes what is not finite in a stage's latent elements zero. A node's row may be NaN, and nodes that do not see it
 // multiply it by zero; by now it has made the scores of those that do see it NaN.
 __device__ __forceinline__ void clear_not_finite(uint8_t* stage, uint32_t thread) {
   uint4* chunks = reinterpret_cast<uint4*>(stage);
@@ -155,4 +155,4 @@ __device__ __forceinline__ void clear_not_finite(uint8_t* stage, uint32_t thread
 }  // namespace portable
 }  // namespace ddtree
 
-#endif  // DDTREE_FFI_CUDA_VERIFY_ROWS_H_
+#endif  // DDTREE_FFI_CUDA_VERIFY_ATTN_PORTABLE_ROWS_H_

@@ -1,10 +1,18 @@
-// How the bfloat16 kernels of verify_attn for Hopper work where tiles are few: a cluster of blocks for each tile.
+// Clusters: how the Hopper kernels split a tile between blocks where tiles are few.
 //
-// The blocks of a cluster share the steps of one tile evenly. Each leaves its output, maxima and sums in its own shared
-// memory, where its keys were; after a cluster barrier the rows are dealt out among the blocks, and each merges its own
-// from the shared memory of all. So there are no parts in memory and no second launch, and the plan is a division.
-#ifndef DDTREE_FFI_CUDA_VERIFY_CLUSTER_H_
-#define DDTREE_FFI_CUDA_VERIFY_CLUSTER_H_
+// Problem. A short batch has fewer tiles than the card has SMs. To split a tile costs a second launch, which combines
+// the splits by way of memory: about four steps' time.
+//
+// Schedule. The blocks of a cluster share the steps of one tile evenly. Each leaves its output, maxima and sums in its
+// own shared memory, where its keys were. After a cluster barrier the rows are dealt out among the blocks, and each
+// combines its rows out of the shared memory of all. So no split goes to memory, there is no second launch, and the
+// plan is a division.
+//
+// Bound. Another block's shared memory gives 14 bytes per cycle, a quarter of what L2 gives: that is why splits are
+// float16. All of a call's clusters must run at once, and what runs at once depends on the size: an H200 takes 7
+// clusters of 16 blocks, 15 of 8, 17 of 6, 30 of 4.
+#ifndef DDTREE_FFI_CUDA_VERIFY_ATTN_CLUSTER_H_
+#define DDTREE_FFI_CUDA_VERIFY_ATTN_CLUSTER_H_
 
 #include <cuda_fp16.h>
 #include <stdint.h>
@@ -12,8 +20,9 @@
 #include "ffi/cuda/cluster.h"
 #include "ffi/cuda/launch.h"
 #include "ffi/cuda/sm90.h"
-#include "ffi/cuda/verify_attn.h"
-#include "ffi/cuda/verify_plan.h"
+#include "ffi/cuda/verify_attn/arithmetic.h"
+#include "ffi/cuda/verify_attn/plan/plan.h"
+#include "ffi/cuda/verify_attn/problem.h"
 #include "ffi/ddtree.h"
 
 namespace ddtree {
@@ -58,19 +67,20 @@ __host__ __device__ inline ClusterSegment cluster_segment(const Problem& p, int 
 }
 
 // What serves a batch of `batch` requests of `tiles` tiles of up to `steps` steps: clusters of so many blocks, or with
-// 0 all blocks and a merge. `fits[c]` is how many clusters of c blocks the card runs at once; all must run at once.
+// 0 all blocks and a combining launch. `fits[c]` is how many clusters of c blocks the card runs at once; all must run
+// at once.
 //
-// Clusters leave processors idle, and do not share out their tiles' steps among them. So they are taken if, at the most
+// Clusters leave SMs idle, and do not share out their tiles' steps among them. So they are taken if, at the most
 // steps that there may be, they cost no more than what they save, be all requests as long or all but one empty.
-inline int cluster_size(int64_t batch, int64_t tiles, int64_t steps, int processors,
+inline int cluster_size(int64_t batch, int64_t tiles, int64_t steps, int sms,
                         const int (&fits)[kMostCluster + 1]) {
-  constexpr int kSaved = 4;   // in steps: the merge's launch, and parts by way of memory
+  constexpr int kSaved = 4;   // in steps: the combining launch, and splits by way of memory
   constexpr int kRagged = 8;  // that may be lost where one request is long
   int size = kMostCluster;
   while (size > 1 && (fits[size] < batch * tiles || size > steps)) --size;
   const int64_t share = ceil_div(steps, size);
-  const bool taken = fits[size] >= batch * tiles && share <= ceil_div(batch * tiles * steps, processors) + kSaved &&
-                     share <= ceil_div(tiles * steps, processors) + kRagged;
+  const bool taken = fits[size] >= batch * tiles && share <= ceil_div(batch * tiles * steps, sms) + kSaved &&
+                     share <= ceil_div(tiles * steps, sms) + kRagged;
   return taken ? size : 0;
 }
 
@@ -117,7 +127,7 @@ __device__ __forceinline__ int real_rows(const Problem& p, const Segment& s) {
   return min(s.nodes * p.heads - s.tile * kTileRows, kTileRows);
 }
 
-// The powers of two that bring numbers of up to `greatest` near the greatest of float16, where its subnormals matter
+// The powers of two that bring elements of up to `greatest` near the greatest of float16, where its subnormals matter
 // least, and back. Infinity and NaN stay what they are.
 struct HalfScale {
   float down, up;
@@ -128,11 +138,11 @@ struct HalfScale {
   }
 };
 
-// What a block leaves in shared memory, in the numbers of parts in memory: float16, since what takes long is to read
+// What a block leaves in shared memory, in the dtype of splits in memory: float16, since what takes long is to read
 // the other blocks' rows. Rows are so far apart that neither writers nor readers meet in a bank.
 struct alignas(16) Left {
   __half rows[kTileRows][DDTREE_LATENT_DIM + 8];
-  PartRow said[kTileRows];
+  SplitRow softmax[kTileRows];
 };
 
 // Leaves a block's output, of which each of two warpgroups has 256 columns; accumulators lie as sm90.h says. `sums` has
@@ -152,10 +162,10 @@ __device__ __forceinline__ void leave_output(const Problem& p, const Segment& se
     if (row >= real) continue;
     const HalfScale scale(greatest);
     if (lane % 4 == 0) {
-      left->said[row].scale[side] = scale.up;
+      left->softmax[row].scale[side] = scale.up;
       if (side == 0) {
-        left->said[row].maximum = maximum[half];
-        left->said[row].sum = sums[0][row] + sums[1][row];
+        left->softmax[row].maximum = maximum[half];
+        left->softmax[row].sum = sums[0][row] + sums[1][row];
       }
     }
     __half2* to = reinterpret_cast<__half2*>(&left->rows[row][side * 256 + lane % 4 * 2]);
@@ -171,7 +181,7 @@ __device__ __forceinline__ int wrapped(int block, int sharers) { return block < 
 // Merges this block's share of a tile's rows, every size-th, from the shared memory of the blocks that had steps. A row
 // is two warps'; kWarps call it.
 template <int kWarps>
-__device__ __forceinline__ void merge_rows(const Problem& p, const Segment& segment, const Left* left, int thread) {
+__device__ __forceinline__ void combine_rows(const Problem& p, const Segment& segment, const Left* left, int thread) {
   constexpr int kTogether = 4;  // blocks that a warp asks at once
   const int size = cluster::size(), rank = blockIdx.x % size, warp = thread / 32, lane = thread % 32;
   const int sharers = sharers_of(segment.steps, size), real = real_rows(p, segment);
@@ -190,18 +200,18 @@ __device__ __forceinline__ void merge_rows(const Problem& p, const Segment& segm
       }
     };
     // Lane i knows what block i says of the row.
-    uint4 said = make_uint4(0xff800000u, 0, 0, 0);  // a maximum of -inf
-    if (lane < sharers) said = cluster::load(cluster::address_in(sm90::shared_address(&left->said[row]), lane));
+    uint4 softmax = make_uint4(0xff800000u, 0, 0, 0);  // a maximum of -inf
+    if (lane < sharers) softmax = cluster::load(cluster::address_in(sm90::shared_address(&left->softmax[row]), lane));
     ask(0);
-    const float top = __uint_as_float(said.x);
+    const float top = __uint_as_float(softmax.x);
     float greatest = top;
 #pragma unroll
     for (int d = 16; d > 0; d /= 2) greatest = fmaxf(greatest, __shfl_xor_sync(~0u, greatest, d));
     const float shrink = top == greatest ? 1.0f : power_of_two(top - greatest);
-    float sum = shrink * __uint_as_float(said.y);
+    float sum = shrink * __uint_as_float(softmax.y);
 #pragma unroll
     for (int d = 16; d > 0; d /= 2) sum += __shfl_xor_sync(~0u, sum, d);
-    const float factor = shrink * __uint_as_float(side == 0 ? said.z : said.w);
+    const float factor = shrink * __uint_as_float(side == 0 ? softmax.z : softmax.w);
     float total[8] = {};
 #pragma unroll 1
     for (int j = 0; j < sharers; j += kTogether) {
@@ -248,10 +258,11 @@ __device__ __forceinline__ void copy_latents(const Problem& p, const Segment& se
 
 // What is left to do when a block has left its output. All threads that have not ended call it.
 template <int kWarps>
-__device__ __forceinline__ void merge_cluster(const Problem& p, const Segment& segment, const Left* left, int thread) {
+__device__ __forceinline__ void combine_cluster(const Problem& p, const Segment& segment, const Left* left,
+                                                int thread) {
   cluster::arrive();
   cluster::wait();
-  merge_rows<kWarps>(p, segment, left, thread);
+  combine_rows<kWarps>(p, segment, left, thread);
   cluster::arrive_relaxed();  // no other block's memory is read from here on
   copy_latents<kWarps>(p, segment, thread);
   cluster::wait();
@@ -259,4 +270,4 @@ __device__ __forceinline__ void merge_cluster(const Problem& p, const Segment& s
 
 }  // namespace ddtree
 
-#endif  // DDTREE_FFI_CUDA_VERIFY_CLUSTER_H_
+#endif  // DDTREE_FFI_CUDA_VERIFY_ATTN_CLUSTER_H_

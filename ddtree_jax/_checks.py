@@ -109,7 +109,8 @@ def instance(name: str, value, kind: type):
     """
     if not isinstance(value, kind):
         given = f"the class {value.__name__}" if isinstance(value, type) else type(value).__name__
-        raise TypeError(f"{name} must be a {kind.__name__}, not {given}")
+        article = "an" if kind.__name__[0] in "AEIOU" else "a"
+        raise TypeError(f"{name} must be {article} {kind.__name__}, not {given}")
     return value
 
 

@@ -8,8 +8,8 @@ import jax
 def vary_as(values, *like):
     """The pytree `values`, varying over every mesh axis that a leaf of `like` varies over; elsewhere as it is.
 
-    A loop that starts from constants ends with what its operands made of them. `shard_map` tells the two apart, one value
-    for all devices and one for each, and refuses a loop whose carry changes from the one to the other.
+    A loop that starts from constants ends with what its operands made of them. `shard_map` tells one value for all
+    devices from one for each, and refuses a loop whose carry changes from the one to the other.
     """
     axes = frozenset().union(*(_axes(leaf) for leaf in jax.tree.leaves(like)))
 

@@ -1,8 +1,9 @@
 """When a request drafts: in every round while its drafts gain, else rarely.
 
-A round with a draft takes longer than a step of plain decoding: it drafts, and it verifies more nodes. How many accepted
-drafts make up for that is known where there is a cost curve; elsewhere `BREAK_EVEN` stands for it. Drafts are judged by
-those that the target accepted. What the drafter promises is no measure, since a drafter may be sure of itself and wrong.
+A round with a draft takes longer than a step of plain decoding: it drafts, and it verifies more nodes. How many
+accepted drafts make up for that is known where there is a cost curve. Elsewhere `BREAK_EVEN` stands for it, which suits
+small batches; where a larger one takes several steps for a round, as on a CPU, a curve has to say so. Drafts are judged
+by those that the target accepted, since a drafter may be sure of itself and wrong.
 
 The constants were chosen by replaying the demo's 32 prompts and drafts that are accepted at random: of a drafter that
 is never right, 8 drafts come before the first pause, while the demo's rounds grow by 0 to 1.5%.

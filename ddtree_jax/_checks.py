@@ -1,4 +1,4 @@
-"""Argument checks at trace time: what was expected, and what was given. All raise ValueError."""
+"""Argument checks at trace time: what was expected, and what was given."""
 
 from __future__ import annotations
 
@@ -6,13 +6,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-_WIDE = (np.dtype(np.int64), np.dtype(np.uint64), np.dtype(np.float64))
+# What JAX makes of numbers of 64 bits, unless it was told to keep them.
+_NARROW = {
+    np.dtype(np.int64): np.dtype(np.int32),
+    np.dtype(np.uint64): np.dtype(np.uint32),
+    np.dtype(np.float64): np.dtype(np.float32),
+}
 
 
 def array(name: str, value, shape: tuple[int | str, ...], dtypes) -> jax.Array:
     """`value` as an array of one of `dtypes` whose shape matches; a string in `shape` matches any size.
 
-    Integers of 64 bits count as what JAX makes of them, provided that they fit.
+    Numbers of 64 bits count as those of 32, integers provided that they fit: the host's, and a traced Python number.
 
     Raises:
       ValueError: another dtype or shape, or integers that do not fit.
@@ -24,8 +29,10 @@ def array(name: str, value, shape: tuple[int | str, ...], dtypes) -> jax.Array:
             value = np.asarray(value)
         except (TypeError, ValueError) as error:
             raise ValueError(f"{name} must be an array of {names} ({error})") from error
-        if value.dtype in _WIDE and jax.dtypes.canonicalize_dtype(value.dtype) in allowed:
-            value = _narrowed(name, value, jax.dtypes.canonicalize_dtype(value.dtype))
+        if _NARROW.get(value.dtype) in allowed:
+            value = _narrowed(name, value, _NARROW[value.dtype])
+    elif value.weak_type and _NARROW.get(value.dtype) in allowed:
+        value = value.astype(_NARROW[value.dtype])
     if value.dtype not in allowed:
         raise ValueError(f"{name} must be {names}, not {value.dtype.name}")
     fits = len(value.shape) == len(shape) and all(
@@ -78,6 +85,33 @@ def number(name: str, value) -> float:
         return float(value)
     except (TypeError, ValueError, OverflowError) as error:
         raise ValueError(f"{name} must be a number, not {_shown(value)}") from error
+
+
+def float32(name: str, value) -> float:
+    """`value` as a Python float that float32 holds too.
+
+    Raises:
+      ValueError: no real number, one that is not finite in float32, or an array whose value only the running program
+        knows.
+    """
+    value = number(name, value)
+    largest = float(np.finfo(np.float32).max)
+    if not abs(value) <= largest:
+        raise ValueError(f"{name} must be finite in float32, at most {largest:.3g}, not {value}")
+    return value
+
+
+def instance(name: str, value, kind: type):
+    """`value` if it is of the class.
+
+    Raises:
+      TypeError: otherwise.
+    """
+    if not isinstance(value, kind):
+        given = f"the class {value.__name__}" if isinstance(value, type) else type(value).__name__
+        article = "an" if kind.__name__[0] in "AEIOU" else "a"
+        raise TypeError(f"{name} must be {article} {kind.__name__}, not {given}")
+    return value
 
 
 def flag(name: str, value) -> bool:

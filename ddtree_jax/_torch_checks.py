@@ -75,17 +75,28 @@ def between(name: str, value, low: int, high: int) -> int:
 
 
 def number(name: str, value) -> float:
-    """`value` as a Python float.
+    """`value` as a Python float that float32 holds too.
 
     Raises:
-      ValueError: no real number.
+      ValueError: no real number, or one that is not finite in float32.
     """
     try:
         if isinstance(value, bool | str | bytes):
             raise TypeError
-        return float(value)
+        value = float(value)
     except (TypeError, ValueError, OverflowError) as error:
         raise ValueError(f"{name} must be a number, not {value!r}") from error
+    largest = torch.finfo(torch.float32).max
+    if not abs(value) <= largest:
+        raise ValueError(f"{name} must be finite in float32, at most {largest:.3g}, not {value}")
+    return value
+
+
+def instance(name: str, value, kind: type):
+    """Raises TypeError if `value` is not of the class."""
+    if not isinstance(value, kind):
+        article = "an" if kind.__name__[0] in "AEIOU" else "a"
+        raise TypeError(f"{name} must be {article} {kind.__name__}, not {type(value).__name__}")
 
 
 def rows(name: str, value, default: int, like: torch.Tensor) -> torch.Tensor:

@@ -8,7 +8,16 @@ import dataclasses
 import torch
 
 from ddtree_jax import _clib
-from ddtree_jax._torch_checks import INT32_MAX, aligned, between, layer_index, number, rows, tensor
+from ddtree_jax._torch_checks import (
+    INT32_MAX,
+    aligned,
+    between,
+    instance,
+    layer_index,
+    number,
+    rows,
+    tensor,
+)
 
 MAX_BUDGET = 256  # draft nodes a tree, root excluded
 MAX_CANDIDATES = 256  # candidates a position
@@ -185,11 +194,13 @@ def verify_attn(
 
     Raises:
       ValueError: another dtype, shape, device, layer or path, a scale for a cache of another dtype, or a
-        tensor that is not contiguous.
+        tensor that is not contiguous; a `scale` that is not finite in float32.
+      TypeError: `tree` is no `DraftTree`.
     """
     tensor("query", query, ("B", "N", "H", _ROW_DIM), _FLOATS)
     batch, nodes, heads, _ = query.shape
     tensor("cache", cache, ("layers", batch, "S", _ROW_DIM), (query.dtype, _E4M3), query)
+    instance("tree", tree, DraftTree)
     kernel = _clib.path_number(path)
     tensor("lengths", lengths, (batch,), torch.int32, query)
     between("query's nodes N", nodes, 1, MAX_BUDGET + 1)
@@ -303,7 +314,9 @@ def tree_accept(
 
     Raises:
       ValueError: another dtype, shape or device, or a tensor that is not contiguous.
+      TypeError: `tree` is no `DraftTree`.
     """
+    instance("tree", tree, DraftTree)
     tensor("target_tokens", target_tokens, ("B", "N"), torch.int32)
     batch, nodes = target_tokens.shape
     between("target_tokens' nodes N", nodes, 1, MAX_BUDGET + 1)
@@ -358,9 +371,11 @@ def commit_path(cache: torch.Tensor, path: AcceptedPath, lengths: torch.Tensor) 
 
     Raises:
       ValueError: another dtype, shape or device, or a tensor that is not contiguous.
+      TypeError: `path` is no `AcceptedPath`.
     """
     tensor("cache", cache, ("layers", "B", "S", "width"), (*_FLOATS, _E4M3))
     layers, batch, length, width = cache.shape
+    instance("path", path, AcceptedPath)
     tensor("path.nodes", path.nodes, (batch, "L + 1"), torch.int32, cache)
     tensor("path.num_emitted", path.num_emitted, (batch,), torch.int32, cache)
     tensor("lengths", lengths, (batch,), torch.int32, cache)

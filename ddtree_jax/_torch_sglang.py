@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import torch
 
-from ddtree_jax._torch_checks import tensor
+from ddtree_jax._torch_checks import instance, tensor
 from ddtree_jax._torch_kernels import DraftTree, tree_accept
 
 _PACKED = {1: torch.uint8, 2: torch.uint16, 4: torch.uint32}
@@ -68,7 +68,9 @@ def sglang_verify_inputs(
 
     Raises:
       ValueError: another dtype, shape or device; a full mask without `seq_lens_sum`; more nodes than bits.
+      TypeError: `tree` is no `DraftTree`.
     """
+    instance("tree", tree, DraftTree)
     tensor("tree.tokens", tree.tokens, ("B", "N"), torch.int32)
     batch, nodes = tree.tokens.shape
     tensor("seq_lens", seq_lens, (batch,), torch.int64, tree.tokens)

@@ -47,7 +47,9 @@ def tree_accept(tree: DraftTree, target_tokens, *, stop_tokens=None, max_new=Non
 
     Raises:
       ValueError: another dtype or shape.
+      TypeError: `tree` is no `DraftTree`.
     """
+    _checks.instance("tree", tree, DraftTree)
     target_tokens = _checks.array("target_tokens", target_tokens, ("B", "N"), jnp.int32)
     shape = target_tokens.shape
     _checks.between("target_tokens' nodes N", shape[1], 1, MAX_BUDGET + 1)

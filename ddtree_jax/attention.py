@@ -52,8 +52,10 @@ def verify_attn(
 
     Raises:
       ValueError: another dtype, shape, layer or path, a scale for a cache of another dtype, or one that
-        `append_latents` refuses.
+        `append_latents` refuses; a `scale` that is not finite in float32.
+      TypeError: `tree` is no `DraftTree`.
     """
+    _checks.instance("tree", tree, DraftTree)
     floats = (jnp.float32, jnp.bfloat16)
     query = _checks.array("query", query, ("B", "N", "H", ROW_DIM), floats)
     batch, nodes, heads, _ = query.shape
@@ -78,7 +80,7 @@ def verify_attn(
         num_nodes,
         index,
         _checks.cache_scale(cache_scale, cache),
-        scale=_checks.number("scale", scale),
+        scale=_checks.float32("scale", scale),
         path=np.int32(path),
     )[0]
 

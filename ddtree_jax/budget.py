@@ -16,12 +16,12 @@ import os
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from ddtree_jax import _checks
 from ddtree_jax.tree import MAX_BUDGET, DraftTree
 
 _WIDEST = 1e30  # between two times of a curve: float32 holds their ratios and sums
-_LONGEST_PAUSE = 16  # rounds: a draft now and then sees that the text has become easier
 
 
 @dataclasses.dataclass(frozen=True)
@@ -109,6 +109,11 @@ class CostCurve:
         """The sizes that are no larger than `capacity` nodes."""
         return tuple(n for n in self.nodes if n <= capacity)
 
+    def full_pass(self, nodes: int) -> float:
+        """The time of a round whose requests all verify so many nodes, in steps of plain decoding."""
+        verify = float(np.interp(nodes, self.nodes, self.verify))
+        return (self.draft + verify) / self.verify[0]
+
 
 def _listed(name: str, values) -> tuple:
     """`values` as a tuple.
@@ -124,7 +129,7 @@ def _listed(name: str, values) -> tuple:
         raise ValueError(f"{name} must be a tuple of numbers, not {values!r}") from error
 
 
-def node_budgets(log_probs, num_nodes, curve: CostCurve) -> tuple[jax.Array, jax.Array]:
+def node_budgets(log_probs, num_nodes, curve: CostCurve) -> tuple[jax.Array, jax.Array, jax.Array]:
     """The budget of each request that makes the round's expected tokens a second the greatest.
 
     A request expects 1 + the sum of its nodes' probabilities; all requests share one pass, whose size is that
@@ -137,8 +142,8 @@ def node_budgets(log_probs, num_nodes, curve: CostCurve) -> tuple[jax.Array, jax
       curve: sizes above N are left out.
 
     Returns:
-      i32[B], draft nodes of each request, root excluded; and bool[], whether the round, drafting included,
-      promises more than a step of plain decoding without a draft.
+      i32[B], draft nodes of each request, root excluded; bool[], whether the round, drafting included, promises
+      more than a step of plain decoding without a draft; and f32[], the round's time in such steps.
 
     Raises:
       ValueError: another dtype or shape.
@@ -166,43 +171,18 @@ def node_budgets(log_probs, num_nodes, curve: CostCurve) -> tuple[jax.Array, jax
         mass, request, node = mass[order], request[order], node[order]
     # [sizes, m]: after how many of the sorted nodes to stop, from none on.
     fits = (node < sizes[:, None]) & (mass > 0)
-    nothing = jnp.zeros((len(sizes), 1))
+    nothing = jnp.zeros((len(sizes), 1), jnp.float32)
     count = jnp.cumsum(jnp.concatenate([nothing, fits], axis=1), axis=1)
     gain = jnp.cumsum(jnp.concatenate([nothing, jnp.where(fits, mass, 0.0)], axis=1), axis=1)
     tokens = jnp.sum(num_nodes > 0) + gain
     node_time = jnp.interp(1 + count / batch, jnp.asarray(curve.nodes, jnp.float32), verify - idle)
     time = curve.draft / curve.verify[0] + idle[: len(sizes), None] + node_time
     rate = tokens / time
-    size, stop = jnp.divmod(jnp.argmax(rate), count.shape[1])
+    best = jnp.argmax(rate)
+    size, stop = jnp.divmod(best, count.shape[1])
     taken = fits[size] & (jnp.arange(mass.size) < stop)
     budgets = jnp.zeros((batch,), jnp.int32).at[request].add(taken.astype(jnp.int32))
-    return budgets, jnp.max(rate) > jnp.sum(num_nodes > 0) / verify[0]
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class Pause:
-    """Rounds without a draft after one that did not pay: 1, then twice as many each time, up to 16.
-
-    Attributes:
-      left: i32[], rounds to go before the next draft.
-      length: i32[], how long the last pause was; 0 when the last draft paid.
-    """
-
-    left: jax.Array
-    length: jax.Array
-
-    @classmethod
-    def none(cls) -> Pause:
-        """Before the first round: nothing is paused."""
-        return cls(jnp.int32(0), jnp.int32(0))
-
-    def after(self, pays: jax.Array) -> Pause:
-        """What follows a round; `pays` says how its draft did, if it had one."""
-        drafted = self.left == 0
-        longer = jnp.clip(2 * self.length, 1, _LONGEST_PAUSE)
-        length = jnp.where(drafted, jnp.where(pays, 0, longer), self.length)
-        return Pause(jnp.where(drafted, length, self.left - 1), length)
+    return budgets, jnp.max(rate) > jnp.sum(num_nodes > 0) / verify[0], time.ravel()[best]
 
 
 def first_nodes(tree: DraftTree, nodes: int) -> DraftTree:
@@ -212,4 +192,6 @@ def first_nodes(tree: DraftTree, nodes: int) -> DraftTree:
         field: getattr(tree, field)[:, :nodes]
         for field in ("tokens", "parents", "depths", "next_token", "next_sibling", "log_probs")
     }
-    return dataclasses.replace(tree, ancestors=tree.ancestors[:, :nodes, :words], **rows)
+    depth = min(tree.max_depth, nodes - 1)
+    ancestors = tree.ancestors[:, :nodes, :words]
+    return dataclasses.replace(tree, ancestors=ancestors, max_depth=depth, **rows)

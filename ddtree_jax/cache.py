@@ -69,7 +69,9 @@ def commit_path(cache, path: AcceptedPath, lengths) -> jax.Array:
 
     Raises:
       ValueError: another dtype or shape.
+      TypeError: `path` is no `AcceptedPath`.
     """
+    _checks.instance("path", path, AcceptedPath)
     cache = _checks.array("cache", cache, ("layers", "B", "S", "width"), DTYPES)
     batch = cache.shape[1]
     nodes = _checks.array("path.nodes", path.nodes, (batch, "L + 1"), jnp.int32)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-import math
 
 from ddtree_jax import _checks
 from ddtree_jax.budget import CostCurve
@@ -19,12 +18,12 @@ class FinishReason(enum.IntEnum):
 
     RUNNING = 0  #: not finished: `max_rounds` ended the call
     STOP = 1  #: the last token is one of `stop_tokens`
-    LENGTH = 2  #: `max_new_tokens` were emitted
+    LENGTH = 2  #: `max_new_tokens` were emitted, or the request's own `max_new`
     CONTEXT = 3  #: the target's context is full
     NUMERICAL = 4  #: the target's logits were not finite; the tokens before are sound
-    INVALID = (
-        5  #: the prompt's length lies outside 1 .. P or beyond the context; nothing was decoded
-    )
+    #: Nothing was decoded: the prompt's length lies outside 1 .. P or beyond the context, a token of it outside the
+    #: vocabulary, or the request's `temperature` or `max_new` outside what `ddtree_decode` takes.
+    INVALID = 5
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,15 +37,21 @@ class DecodeConfig:
       keep_spine: keep the chain's path in the tree when `budget` has room for it, so that a tree
         never accepts less than the chain would.
       cost_curve: measured times of a round. With it mode "ddtree" gives each round the passes' size and each
-        request the nodes that promise the most tokens a second (`ddtree_jax.budget`), and drafts rarely while
-        no draft pays; `budget` still bounds them, and must leave a size besides 1 or be 0. None always
-        verifies `budget` nodes.
-      max_new_tokens: tokens to emit after each prompt, at most.
+        request the nodes that promise the most tokens a second (`ddtree_jax.budget`); `budget` still bounds
+        them, and must leave a size besides 1 or be 0. None verifies `budget` nodes in every draft. Mode "chain"
+        learns from it what its drafts must gain.
+      adaptive: a request whose drafts gain too little drafts rarely, down to one round in 16 (`ddtree_jax.pause`):
+        fewer accepted drafts a round than make up for their time, by the cost curve or, without one, 0.75. The
+        tokens are the same. False drafts in every round.
+      max_new_tokens: tokens to emit after each prompt, at most. `ddtree_decode(max_new=...)` lowers it for each
+        request without a recompilation.
       stop_tokens: token ids that end a request; the stop token itself is emitted.
-      temperature: 0 takes the most probable token, more draws from softmax(logits / temperature).
+      temperature: 0 takes the most probable token, more draws from softmax(logits / temperature); below 1e-5
+        that is the most probable token too. `ddtree_decode(temperature=...)` overrides one above 0 without a
+        recompilation. At most float32's largest number.
       top_k: draw among the `top_k` most probable tokens only; 0 means all of them.
       top_p: draw among the smallest set of most probable tokens that holds this share of the
-        probability (after temperature and top_k); 1 means all of them.
+        probability (after temperature and top_k), in float32; 1 means all of them.
       seed: seed of the draws; with the prompt it decides a request's text, whatever the mode,
         the budget and the batch. `ddtree_decode(seed=...)` overrides it without a recompilation.
       prefill_chunk: prompt tokens a prefill step takes, 1 .. 256.
@@ -61,6 +66,7 @@ class DecodeConfig:
     budget: int = 16
     keep_spine: bool = True
     cost_curve: CostCurve | None = None
+    adaptive: bool = True
     max_new_tokens: int = 128
     stop_tokens: tuple[int, ...] = ()
     temperature: float = 0.0
@@ -79,6 +85,7 @@ class DecodeConfig:
         self._set("keep_spine", _checks.flag("keep_spine", self.keep_spine))
         if self.cost_curve is not None and not isinstance(self.cost_curve, CostCurve):
             raise ValueError(f"cost_curve must be a CostCurve or None, not {self.cost_curve!r}")
+        self._set("adaptive", _checks.flag("adaptive", self.adaptive))
         self._check_sizes()
         self._whole("max_new_tokens", 0, 2**30)
         self._whole("top_k", 0, 2**30)
@@ -86,9 +93,9 @@ class DecodeConfig:
         self._whole("prefill_chunk", 1, MAX_BUDGET)
         if self.max_rounds is not None:
             self._whole("max_rounds", 0, 2**30)
-        self._set("temperature", _checks.number("temperature", self.temperature))
-        if not (math.isfinite(self.temperature) and self.temperature >= 0):
-            raise ValueError(f"temperature must be finite and at least 0, not {self.temperature}")
+        self._set("temperature", _checks.float32("temperature", self.temperature))
+        if self.temperature < 0:
+            raise ValueError(f"temperature must be at least 0, not {self.temperature}")
         self._set("top_p", _checks.number("top_p", self.top_p))
         if not 0 < self.top_p <= 1:
             raise ValueError(f"top_p must lie in (0, 1], not {self.top_p}")

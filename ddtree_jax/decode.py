@@ -5,7 +5,7 @@ a single pass, `tree_build` keeps the most probable continuations, the target sc
 pass under the ancestor mask, and the longest path that the target agrees with is kept. All rounds are
 one `lax.while_loop`; no array of it visits the host.
 
-The loop knows no model. A target has `vocab_size`, `max_context`, `init_cache`, `verify` and `head`; a
+The loop knows no model. A target has `vocab_size`, `max_context`, `init_cache`, `embed`, `verify` and `head`; a
 drafter has `block_size`, `taps`, `init_cache`, `extend` and `draft`: see `ddtree_jax.models.KimiK26` and
 `ddtree_jax.models.DFlashDrafter`. Both are pytrees, so they pass through `jax.jit` as arguments. Where both
 say what `vocab_size` and `hidden_size` they have, in themselves or in a `config`, these must agree.
@@ -25,10 +25,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from ddtree_jax import _checks, sampling
+from ddtree_jax._models import check_models
+from ddtree_jax._varying import vary_as
 from ddtree_jax.accept import AcceptedPath, tree_accept
-from ddtree_jax.budget import Pause, first_nodes, node_budgets
+from ddtree_jax.budget import first_nodes, node_budgets
 from ddtree_jax.cache import commit_path
 from ddtree_jax.config import SEEDS, DecodeConfig, FinishReason
+from ddtree_jax.pause import BREAK_EVEN, Pause
 from ddtree_jax.tree import DraftTree, chain_tree, draft_topk, tree_build
 
 
@@ -41,20 +44,26 @@ class DecodeState:
       tokens: i32[B, P + max_new_tokens], prompt and what followed, -1 past `lengths`.
       lengths: i32[B], known tokens.
       prompt_lengths: i32[B].
+      max_new: i32[B], tokens to emit after each prompt, at most.
+      temperature: f32[B]; 0 without sampling.
       keys: u32[B, 2], the requests' generator states.
       rounds: i32[B], rounds that each request took part in.
+      undrafted_rounds: i32[B], those of them in which it had no draft.
       accepted_histogram: i32[B, L + 2], of those rounds, how many emitted 0 .. L + 1 tokens.
       finish_reason: i32[B], values of `FinishReason`.
       cache: the target's latent cache [layers, B, S, 576].
       draft_cache: the drafter's, or None in mode "ar".
-      pause: rounds without a draft, by a cost curve (`ddtree_jax.budget`).
+      pause: when each request drafts next (`ddtree_jax.pause`).
     """
 
     tokens: jax.Array
     lengths: jax.Array
     prompt_lengths: jax.Array
+    max_new: jax.Array
+    temperature: jax.Array
     keys: jax.Array
     rounds: jax.Array
+    undrafted_rounds: jax.Array
     accepted_histogram: jax.Array
     finish_reason: jax.Array
     cache: jax.Array
@@ -79,6 +88,8 @@ class DecodeResult:
       tokens: i32[B, P + max_new_tokens]: each prompt with what followed it; -1 past `lengths`.
       lengths: i32[B], prompt included.
       rounds: i32[B], target passes after the prefill (which emits the first token).
+      undrafted_rounds: i32[B], those of them that were steps of plain decoding: all in mode "ar", and where drafts
+        gained too little (`DecodeConfig.adaptive`).
       accepted_histogram: i32[B, L + 2]: rounds by the number of tokens they emitted.
       finish_reason: i32[B], values of `FinishReason`.
     """
@@ -101,6 +112,10 @@ class DecodeResult:
         return self.state.rounds
 
     @property
+    def undrafted_rounds(self) -> jax.Array:
+        return self.state.undrafted_rounds
+
+    @property
     def accepted_histogram(self) -> jax.Array:
         """i32[B, L + 2]: rounds by the number of tokens they emitted."""
         return self.state.accepted_histogram
@@ -120,6 +135,8 @@ def ddtree_decode(
     config: DecodeConfig,
     state: DecodeState | None = None,
     seed=None,
+    temperature=None,
+    max_new=None,
     request_ids=None,
 ) -> DecodeResult:
     """Continues each prompt with the target's tokens, drafting with the drafter.
@@ -132,10 +149,14 @@ def ddtree_decode(
       prompt_tokens: i32[B, P], right-padded with anything.
       prompt_lengths: i32[B], 1 .. P.
       config: what to do.
-      state: None to start; a result's `state` to go on, with the same prompts and models. It holds the
-        generators too, so `seed` and `request_ids` are for the start only.
+      state: None to start; a result's `state` to go on, with the same prompts and models. It holds the generators
+        and limits too, so what follows here is for the start only.
       seed: overrides `config.seed`; an i32[] or u32[] may be traced. As an argument of a jitted function
         a Python int beyond int32 must be np.uint32(seed): jit itself takes no other.
+      temperature: f32[] or f32[B], finite and at least 0: overrides `config.temperature`, which must be above 0, as it
+        decides whether the program samples at all. A request below 1e-5 gets its most probable tokens.
+      max_new: i32[B], 0 .. `config.max_new_tokens`, each request's own limit. The texts are those of a config with
+        these values.
       request_ids: i32[B] that tell requests apart in sampling. By default a hash of the prompt, so
         equal prompts with equal seeds get equal text; number them to draw several for one prompt.
 
@@ -143,9 +164,9 @@ def ddtree_decode(
       A `DecodeResult`.
 
     Raises:
-      ValueError: arguments of the wrong shape, dtype or range. Trouble with the data is a
-        `FinishReason` of its request instead.
-      TypeError: `config` is no `DecodeConfig`.
+      ValueError: arguments of the wrong shape, dtype or range. Trouble with data that only the running program
+        knows is a `FinishReason` of its request instead.
+      TypeError: `target`, `drafter` or `config` is nothing of the kind.
     """
     prompt_tokens, prompt_lengths = _check(target, drafter, prompt_tokens, prompt_lengths, config)
     if config.mode == "ar":
@@ -156,13 +177,15 @@ def ddtree_decode(
         batch = prompt_tokens.shape[:1]
         request_ids = _checks.array("request_ids", request_ids, batch, jnp.int32)
         keys = sampling.request_keys(_seed(config.seed if seed is None else seed), request_ids)
-        state = _prefill(target, drafter, prompt_tokens, prompt_lengths, keys, config)
+        limits = _temperatures(temperature, config, batch), _max_new(max_new, config, batch)
+        state = _prefill(target, drafter, prompt_tokens, prompt_lengths, keys, *limits, config)
     else:
-        for name, value in (("seed", seed), ("request_ids", request_ids)):
+        given = dict(seed=seed, temperature=temperature, max_new=max_new, request_ids=request_ids)
+        for name, value in given.items():
             if value is not None:
                 raise ValueError(
-                    f"{name} cannot be given with a state, which goes on with the draws that it was "
-                    "started with: leave it out, or start anew"
+                    f"{name} cannot be given with a state, which goes on with what it was started with: "
+                    "leave it out, or start anew"
                 )
         _check_state(state, target, drafter, prompt_tokens, prompt_lengths, config)
 
@@ -175,18 +198,9 @@ def ddtree_decode(
 
         def body(carry):
             rounds, state = carry
-            if not _is_sized(config):
-                tree = draft_tree(target, drafter, state, config)
-                return rounds + 1, verify_round(target, drafter, state, tree, config)[0]
-            # A draft only reads the caches, so that this conditional copies none.
-            tree, pays = jax.lax.cond(
-                state.pause.left == 0,
-                lambda: _draft(target, drafter, state, config),
-                lambda: (_bare_tree(drafter, state, config), jnp.bool_(False)),
-            )
-            state = _sized_round(target, drafter, state, tree, config)
-            return rounds + 1, dataclasses.replace(state, pause=state.pause.after(pays))
+            return rounds + 1, _round(target, drafter, state, config)
 
+        state = vary_as(state, state, target, drafter)
         _, state = jax.lax.while_loop(running, body, (jnp.int32(0), state))
     return DecodeResult(state)
 
@@ -202,26 +216,67 @@ def max_nodes(drafter, config: DecodeConfig) -> int:
 
 
 def draft_tree(target, drafter, state: DecodeState, config: DecodeConfig) -> DraftTree:
-    """The tree that the next round verifies; requests that have finished get an empty one."""
-    return _draft(target, drafter, state, config)[0]
+    """The tree that the next round verifies if every request drafts; those that have finished get an empty one."""
+    check_models(target, drafter, config)
+    if max_nodes(drafter, config) == 1:
+        return _bare_tree(drafter, state, config)
+    running = state.finish_reason == FinishReason.RUNNING
+    return _draft(target, drafter, state, running, config)[0]
 
 
-def _draft(target, drafter, state, config) -> tuple[DraftTree, jax.Array]:
-    """`draft_tree`, and whether it pays by the config's cost curve (true without one)."""
-    nodes, pays = max_nodes(drafter, config), jnp.bool_(True)
-    if nodes == 1:
-        return _bare_tree(drafter, state, config), pays
+def _round(target, drafter, state: DecodeState, config: DecodeConfig) -> DecodeState:
+    """One turn of the loop: a draft for the requests whose turn it is, and the pass that verifies it."""
+    running = state.finish_reason == FinishReason.RUNNING
+    drafts = running & (max_nodes(drafter, config) > 1)
+    if config.adaptive:
+        drafts &= state.rounds >= state.pause.next_draft
+
+    def draft():
+        return _draft(target, drafter, state, drafts, config)
+
+    def none():
+        return _bare_tree(drafter, state, config), jnp.float32(0), jnp.bool_(False)
+
+    if max_nodes(drafter, config) == 1:
+        tree, needed, promising = none()
+    elif not config.adaptive:
+        tree, needed, promising = draft()
+    else:
+        # A draft only reads the caches, so that this conditional copies none.
+        tree, needed, promising = jax.lax.cond(
+            jnp.any(drafts),
+            *(lambda f=f: vary_as(f(), state, target, drafter) for f in (draft, none)),
+        )
+    after = _sized_round(target, drafter, state, tree, config)
+    accepted = after.lengths - state.lengths - 1
+    return dataclasses.replace(
+        after,
+        undrafted_rounds=state.undrafted_rounds + (running & ~drafts),
+        pause=state.pause.after(state.rounds, drafts, accepted, needed, promising),
+    )
+
+
+def _draft(target, drafter, state, drafts, config) -> tuple[DraftTree, jax.Array, jax.Array]:
+    """Trees with nodes for the requests that draft, and roots alone for others that run.
+
+    Returns:
+      The trees; f32[], how many accepted nodes a request make up for the time that they take; and bool[], whether as
+      many are expected.
+    """
+    nodes, curve = max_nodes(drafter, config), config.cost_curve
+    needed, promising = BREAK_EVEN if curve is None else curve.full_pass(nodes) - 1, jnp.bool_(True)
     running = state.finish_reason == FinishReason.RUNNING
     roots = _root_tokens(state)
     with jax.named_scope("draft"):
         logits = drafter.draft(target, state.draft_cache, roots, state.lengths - 1)
         k = 1 if config.mode == "chain" else min(config.budget, target.vocab_size)
         log_probs, token_ids = draft_topk(logits, k)
-        budgets = None
+        budgets = nodes - 1
         if _is_sized(config):
             best = tree_build(log_probs, token_ids, roots, budget=nodes - 1)
-            used = jnp.where(running, best.num_nodes, 0)
-            budgets, pays = node_budgets(best.log_probs, used, config.cost_curve)
+            used = jnp.where(drafts, best.num_nodes, running)
+            budgets, promising, time = node_budgets(best.log_probs, used, curve)
+            needed = time - 1
         # Without the spine this is the first tree cut off and its links to what is gone undone. Built again it is
         # one kernel of microseconds (docs/performance.md#machinery-of-a-round) and one piece of code for both.
         tree = tree_build(
@@ -229,10 +284,11 @@ def _draft(target, drafter, state, config) -> tuple[DraftTree, jax.Array]:
             token_ids,
             roots,
             budget=nodes - 1,
-            budgets=budgets,
+            budgets=jnp.where(drafts, budgets, 0).astype(jnp.int32),
             keep_spine=config.keep_spine,
         )
-    return dataclasses.replace(tree, num_nodes=jnp.where(running, tree.num_nodes, 0)), pays
+    tree = dataclasses.replace(tree, num_nodes=jnp.where(running, tree.num_nodes, 0))
+    return tree, jnp.asarray(needed, jnp.float32), promising
 
 
 def _bare_tree(drafter, state, config) -> DraftTree:
@@ -249,22 +305,23 @@ def _is_sized(config: DecodeConfig) -> bool:
 
 
 def _sized_round(target, drafter, state: DecodeState, tree: DraftTree, config: DecodeConfig):
-    """`verify_round` in the smallest of the curve's passes that the trees fit."""
-    sizes = (tree.tokens.shape[1],)
+    """`verify_round` in the smallest pass that the trees fit: of the curve's, or of a root alone and of all nodes."""
+    nodes = tree.tokens.shape[1]
+    sizes = (1, nodes) if config.adaptive and nodes > 1 else (nodes,)
     if _is_sized(config):
-        sizes = config.cost_curve.sizes(*sizes)
+        sizes = config.cost_curve.sizes(nodes)
     if len(sizes) == 1:
         return verify_round(target, drafter, state, first_nodes(tree, sizes[0]), config)[0]
     # One loop of at most one turn for each size, and no `lax.switch`: XLA updates what a loop carries in place,
     # but copies whole caches into and out of a conditional.
-    left = jnp.searchsorted(jnp.asarray(sizes, jnp.int32), jnp.max(tree.num_nodes)).astype(
-        jnp.int32
-    )
+    left = jnp.searchsorted(jnp.asarray(sizes, jnp.int32), jnp.max(tree.num_nodes))
+    left = left.astype(jnp.int32)
+    done = vary_as(jnp.int32(-1), left)
     for i, size in enumerate(sizes):
 
         def turn(carry, size=size):
             cut = first_nodes(tree, size)
-            return jnp.int32(-1), verify_round(target, drafter, carry[1], cut, config)[0]
+            return done, verify_round(target, drafter, carry[1], cut, config)[0]
 
         left, state = jax.lax.while_loop(lambda carry, i=i: carry[0] == i, turn, (left, state))
     return state
@@ -274,6 +331,8 @@ def verify_round(
     target, drafter, state: DecodeState, tree: DraftTree, config: DecodeConfig
 ) -> tuple[DecodeState, AcceptedPath]:
     """Verifies a tree and keeps the path that the target agrees with."""
+    check_models(target, drafter, config)
+    _checks.instance("tree", tree, DraftTree)
     cached = state.lengths - 1
     taps = () if drafter is None else drafter.taps
     with jax.named_scope("verify"):
@@ -304,7 +363,7 @@ def verify_round(
 def _emit(target, state: DecodeState, tree: DraftTree, logits, config: DecodeConfig):
     """Walks the tree along the target's tokens and appends what is emitted to the requests."""
     running = state.finish_reason == FinishReason.RUNNING
-    wanted = state.prompt_lengths + config.max_new_tokens
+    wanted = state.prompt_lengths + state.max_new
     limit = jnp.minimum(wanted, min(target.max_context, state.tokens.shape[1]))
     with jax.named_scope("accept"):
         chosen = sampling.target_tokens(
@@ -313,7 +372,7 @@ def _emit(target, state: DecodeState, tree: DraftTree, logits, config: DecodeCon
             state.lengths,
             state.keys,
             max_depth=tree.max_depth,
-            temperature=config.temperature,
+            temperature=state.temperature if config.temperature > 0 else None,
             top_k=config.top_k,
             top_p=config.top_p,
             vocab_is_split=getattr(target, "vocab_is_split", False),
@@ -343,7 +402,9 @@ def _emit(target, state: DecodeState, tree: DraftTree, logits, config: DecodeCon
     return path, dataclasses.replace(state, tokens=tokens, lengths=lengths, finish_reason=reason)
 
 
-def _prefill(target, drafter, prompt_tokens, prompt_lengths, keys, config) -> DecodeState:
+def _prefill(
+    target, drafter, prompt_tokens, prompt_lengths, keys, temperature, max_new, config
+) -> DecodeState:
     """Runs the prompts through the target in chunks, fills both caches and emits the first token."""
     batch, width = prompt_tokens.shape
     chunk = min(config.prefill_chunk, width)
@@ -352,6 +413,8 @@ def _prefill(target, drafter, prompt_tokens, prompt_lengths, keys, config) -> De
     steps = jnp.arange(width, dtype=jnp.int32)
     foreign = (prompt_tokens < 0) | (prompt_tokens >= target.vocab_size)
     valid &= ~jnp.any(foreign & (steps < prompt_lengths[:, None]), axis=1)
+    valid &= jnp.isfinite(temperature) & (temperature >= 0)
+    valid &= (max_new >= 0) & (max_new <= config.max_new_tokens)
     counts = jnp.where(valid, prompt_lengths, 0)
 
     # Room for the longest request's tree behind its last committed row, and for whole prefill chunks.
@@ -362,7 +425,7 @@ def _prefill(target, drafter, prompt_tokens, prompt_lengths, keys, config) -> De
 
     def body(carry):
         start, cache, draft_cache, last_hidden = carry
-        tokens = jax.lax.dynamic_slice(chunks, (0, start), (batch, chunk))
+        tokens = jax.lax.dynamic_slice_in_dim(chunks, start, chunk, axis=1)
         here = jnp.clip(counts - start, 0, chunk)
         starts = jnp.full((batch,), start, jnp.int32)
         tree = chain_tree(tokens, here)
@@ -384,8 +447,10 @@ def _prefill(target, drafter, prompt_tokens, prompt_lengths, keys, config) -> De
             draft_cache,
             jnp.zeros(hidden_shape.shape, hidden_shape.dtype),
         )
+        start, *rest = carry
+        rest = vary_as(rest, prompt_tokens, prompt_lengths, target, drafter)
         _, cache, draft_cache, last_hidden = jax.lax.while_loop(
-            lambda carry: carry[0] < jnp.max(counts), body, carry
+            lambda carry: carry[0] < jnp.max(counts), body, (start, *rest)
         )
         logits = target.head(last_hidden[:, None])
 
@@ -395,15 +460,18 @@ def _prefill(target, drafter, prompt_tokens, prompt_lengths, keys, config) -> De
         tokens=jnp.where(columns < counts[:, None], tokens, -1),
         lengths=counts,
         prompt_lengths=counts,
+        max_new=max_new,
+        temperature=temperature,
         keys=keys,
         rounds=jnp.zeros((batch,), jnp.int32),
+        undrafted_rounds=jnp.zeros((batch,), jnp.int32),
         accepted_histogram=jnp.zeros((batch, max_path(drafter, config) + 2), jnp.int32),
         finish_reason=jnp.where(valid, FinishReason.RUNNING, FinishReason.INVALID).astype(
             jnp.int32
         ),
         cache=cache,
         draft_cache=draft_cache,
-        pause=Pause.none(),
+        pause=Pause.none(batch),
     )
     # The last prompt token is the root of a tree of one node that has just been verified.
     root = chain_tree(_root_tokens(state)[:, None], valid.astype(jnp.int32))
@@ -423,12 +491,48 @@ def _seed(seed) -> jax.Array:
     return jnp.uint32(_checks.between("seed", seed, *SEEDS) % 2**32)
 
 
+def _temperatures(temperature, config: DecodeConfig, batch: tuple[int]) -> jax.Array:
+    """f32[B] of the requests; 0 without sampling."""
+    if temperature is None:
+        return jnp.full(batch, config.temperature, jnp.float32)
+    if config.temperature == 0:
+        raise ValueError(
+            "temperature is given, but config.temperature is 0, and so the program takes the most probable "
+            "tokens whatever it is: set config.temperature above 0"
+        )
+    if not isinstance(temperature, jax.Array):
+        try:
+            temperature = np.asarray(temperature)
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"temperature must be an array of float32 ({error})") from error
+        if temperature.dtype.kind in "iuf":
+            with np.errstate(over="ignore"):
+                temperature = temperature.astype(np.float32)
+    shape = batch if temperature.ndim else ()
+    temperature = _checks.array("temperature", temperature, shape, jnp.float32)
+    if _checks.is_known(temperature):
+        wrong = [t for t in np.ravel(temperature).tolist() if not 0 <= t < np.inf]
+        if wrong:
+            raise ValueError(
+                f"temperature must be finite in float32 and at least 0, not {wrong[0]}"
+            )
+    return jnp.broadcast_to(temperature, batch)
+
+
+def _max_new(max_new, config: DecodeConfig, batch: tuple[int]) -> jax.Array:
+    """i32[B] of the requests."""
+    if max_new is None:
+        return jnp.full(batch, config.max_new_tokens, jnp.int32)
+    max_new = _checks.array("max_new", max_new, batch, jnp.int32)
+    if _checks.is_known(max_new):
+        for value in np.asarray(max_new).tolist():
+            _checks.between("each of max_new", value, 0, config.max_new_tokens)
+    return max_new
+
+
 def _check(target, drafter, prompt_tokens, prompt_lengths, config) -> tuple[jax.Array, jax.Array]:
     """The prompts as arrays, if all that can be known of the arguments is in order."""
-    if not isinstance(config, DecodeConfig):
-        raise TypeError(f"config must be a DecodeConfig, not {type(config).__name__}")
-    if config.mode != "ar":
-        _check_pair(target, drafter, config)
+    check_models(target, drafter, config)
     prompt_tokens = _checks.array("prompt_tokens", prompt_tokens, ("B", "P"), jnp.int32)
     batch, width = prompt_tokens.shape
     if batch == 0 or width == 0:
@@ -457,21 +561,6 @@ def _check(target, drafter, prompt_tokens, prompt_lengths, config) -> tuple[jax.
             f"prompt_tokens holds an id outside the vocabulary 0 .. {target.vocab_size - 1}"
         )
     return prompt_tokens, prompt_lengths
-
-
-def _check_pair(target, drafter, config):
-    if drafter is None:
-        raise ValueError(f"mode {config.mode!r} needs a drafter; only mode 'ar' runs without one")
-    for name in ("hidden_size", "vocab_size"):
-        theirs, its = (
-            getattr(model, name, getattr(getattr(model, "config", None), name, None))
-            for model in (drafter, target)
-        )
-        if theirs is not None and its is not None and theirs != its:
-            raise ValueError(
-                f"the drafter was made for a target of {name} {theirs}, this one has {its}; "
-                "give the drafter that belongs to the target"
-            )
 
 
 def _check_state(state, target, drafter, prompt_tokens, prompt_lengths, config):

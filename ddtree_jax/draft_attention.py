@@ -26,7 +26,8 @@ def draft_attn(
       query: [B, T, H, D] of the block's T slots, rotated.
       keys, values: [B, K, C, D] of the context; H is a multiple of K, and head h belongs to key head h // (H / K).
       near_keys, near_values: [B, T, K, D] of the block itself.
-      visible: bool[B, T, C + T], the context's columns first; every slot sees something.
+      visible: bool[B, T, C + T], the context's columns first; every slot sees something. Columns that no slot of a
+        request sees are never part of a sum, whatever they hold.
 
     Returns:
       [B, T, H, D] in query's dtype; scores and sums are float32.
@@ -68,7 +69,12 @@ def _plain(query, keys, values, near_keys, near_values, visible):
     grouped = query.reshape(batch, slots, key_heads, heads // key_heads, dim)
     grouped = grouped.transpose(0, 2, 3, 1, 4)
     near = near_keys.swapaxes(1, 2), near_values.swapaxes(1, 2)
-    parts = (keys, values), near
+    # A weight of 0 is not enough: 0 * NaN is NaN.
+    seen = jnp.split(jnp.any(visible, axis=1)[:, None, :, None], [keys.shape[2]], axis=2)
+    parts = (
+        (keys, jnp.where(seen[0], values, 0)),
+        (near[0], jnp.where(seen[1], near[1], 0)),
+    )
     # Scores, not keys, are joined: the context's arrays are read where they lie.
     scores = jnp.concatenate(
         [

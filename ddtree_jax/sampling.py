@@ -11,6 +11,13 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+
+from ddtree_jax._varying import vary_as
+
+#: Below this temperature the most probable token is taken as it is.
+COLDEST = 1e-5
+_SMALLEST = float(np.finfo(np.float32).tiny)  # what lies below may count as 0
 
 # Fixed, so that a seed means the same text whatever the process's default generator is.
 _PRNG = "threefry2x32"
@@ -47,7 +54,7 @@ def prompt_ids(tokens: jax.Array, lengths: jax.Array) -> jax.Array:
         mixed = (hashes ^ token.astype(jnp.uint32)) * jnp.uint32(16777619)
         return jnp.where(position < lengths, mixed, hashes), None
 
-    start = jnp.full(lengths.shape, 2166136261, jnp.uint32)
+    start = vary_as(jnp.full(lengths.shape, 2166136261, jnp.uint32), tokens, lengths)
     positions = jnp.arange(tokens.shape[1], dtype=jnp.int32)
     hashes, _ = jax.lax.scan(step, start, (positions, tokens.T))
     return jax.lax.bitcast_convert_type(hashes, jnp.int32)
@@ -55,7 +62,8 @@ def prompt_ids(tokens: jax.Array, lengths: jax.Array) -> jax.Array:
 
 def _ordered(values: jax.Array) -> jax.Array:
     """u32 keys in the order of the f32 values."""
-    bits = jax.lax.bitcast_convert_type(values, jnp.uint32)
+    # -0 and 0 are equal.
+    bits = jax.lax.bitcast_convert_type(jnp.where(values == 0, 0.0, values), jnp.uint32)
     negative = (bits >> 31).astype(bool)
     return jnp.where(negative, ~bits, bits | jnp.uint32(1 << 31))
 
@@ -71,7 +79,8 @@ def _threshold(keys: jax.Array, weights: jax.Array, least) -> jax.Array:
         weight = jnp.sum(jnp.where(keys >= trial, weights, 0), axis=-1, keepdims=True)
         return jnp.where(weight >= least, trial, threshold)
 
-    return jax.lax.fori_loop(0, 32, bit, jnp.zeros((*keys.shape[:-1], 1), jnp.uint32))
+    start = vary_as(jnp.zeros((*keys.shape[:-1], 1), jnp.uint32), keys, weights)
+    return jax.lax.fori_loop(0, 32, bit, start)
 
 
 def filter_logits(logits: jax.Array, *, top_k: int = 0, top_p: float = 1.0) -> jax.Array:
@@ -82,7 +91,7 @@ def filter_logits(logits: jax.Array, *, top_k: int = 0, top_p: float = 1.0) -> j
     Args:
       logits: f32[..., V], after temperature.
       top_k: how many to keep; 0 or at least V keeps all.
-      top_p: probability to keep, of what top_k left; 1 keeps all.
+      top_p: probability to keep, of what top_k left; 1 keeps all, and as it goes to 0 the most probable is left.
 
     Returns:
       f32[..., V].
@@ -90,9 +99,11 @@ def filter_logits(logits: jax.Array, *, top_k: int = 0, top_p: float = 1.0) -> j
     if 0 < top_k < logits.shape[-1]:
         keys = _ordered(logits)
         logits = jnp.where(keys >= _threshold(keys, jnp.int32(1), top_k), logits, -jnp.inf)
-    if top_p < 1:
+    # float32 decides: it rounds what is next to 1, and what lies below its smallest number no sum would reach.
+    if np.float32(top_p) < 1:
         keys = _ordered(logits)
-        kept = keys >= _threshold(keys, jax.nn.softmax(logits, axis=-1), top_p)
+        least = max(top_p, _SMALLEST)
+        kept = keys >= _threshold(keys, jax.nn.softmax(logits, axis=-1), least)
         logits = jnp.where(kept, logits, -jnp.inf)
     return logits
 
@@ -122,7 +133,7 @@ def target_tokens(
     keys: jax.Array,
     *,
     max_depth: int,
-    temperature: float = 0.0,
+    temperature=None,
     top_k: int = 0,
     top_p: float = 1.0,
     vocab_is_split: bool = False,
@@ -133,24 +144,43 @@ def target_tokens(
       logits: f32[B, N, V].
       depths: i32[B, N], 0 .. max_depth.
       first_positions: i32[B], absolute position of the token that follows the root.
-      keys: u32[B, 2] of `request_keys`; unused at temperature 0.
+      keys: u32[B, 2] of `request_keys`; unused without a temperature.
+      max_depth: the deepest that a node can be.
+      temperature: f32[] or f32[B], finite and at least 0; requests below `COLDEST` get their most probable tokens, and
+        without a temperature all do.
+      top_k, top_p: as `filter_logits` takes them.
       vocab_is_split: the logits lie over several devices, each with its own tokens.
 
     Returns:
       i32[B, N].
     """
-    if temperature < 1e-5:
+    if temperature is None:
         first, sound = _largest(logits, vocab_is_split)
     else:
-        scores = filter_logits(logits / temperature, top_k=top_k, top_p=top_p)
+        temperature = jnp.asarray(temperature, jnp.float32)
+        temperature = jnp.broadcast_to(temperature, logits.shape[:1])[:, None, None]
+        scores = filter_logits(_scaled(logits, temperature), top_k=top_k, top_p=top_p)
         positions = first_positions[:, None] + jnp.arange(max_depth + 1, dtype=jnp.int32)
         noise = position_noise(keys, positions, logits.shape[-1])
         scores = scores + jnp.take_along_axis(noise, depths[..., None], axis=1)
+        scores = jnp.where(temperature < COLDEST, logits, scores)
         first, _ = _largest(scores, vocab_is_split)
         # A filter may drop what is not finite, so that the scores do not tell.
         kinds = jnp.where(logits < jnp.inf, (logits > -jnp.inf).astype(jnp.int32), 2)
         sound = jnp.max(kinds, axis=-1) == 1
     return jnp.where(sound, first, -1)
+
+
+def _scaled(logits, temperature):
+    """What softmax(logits / temperature) is a softmax of: at most 0, and 0 for the most probable token.
+
+    Logits far below it become -inf, and none of these steps overflows upwards, whatever the logits and however hot or
+    cold. In sixteenths, so that the difference of two of float32's largest numbers is one as well, and the reciprocal
+    of the hottest temperature is none of those that count as 0.
+    """
+    largest = jnp.max(logits, axis=-1, keepdims=True)
+    inverse = 1 / (jnp.maximum(temperature, COLDEST) / 16)
+    return (logits / 16 - largest / 16) * inverse
 
 
 def _largest(scores: jax.Array, vocab_is_split: bool) -> tuple[jax.Array, jax.Array]:

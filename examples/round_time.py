@@ -64,7 +64,8 @@ def round_times(
     options = {"budget": budget, "max_new_tokens": room, "prefill_chunk": 256}
 
     def program(rounds, **compiler_options):
-        config = DecodeConfig(max_rounds=rounds, **options)
+        # Of a random drafter as well, every round is to have a draft.
+        config = DecodeConfig(max_rounds=rounds, adaptive=False, **options)
 
         def decode(target, drafter, tokens, lengths, state):
             return ddtree_decode(target, drafter, tokens, lengths, config=config, state=state)

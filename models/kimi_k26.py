@@ -16,6 +16,7 @@ from flax import nnx
 
 from ddtree_jax.attention import verify_attn
 from ddtree_jax.cache import append_latents
+from ddtree_jax.tree import DraftTree
 
 from . import rope
 from .config import LATENT_DIM, ROPE_DIM, KimiK26Config
@@ -107,7 +108,11 @@ class Attention(nnx.Module):
         )
         steps = jnp.arange(x.shape[1])
         scores = jnp.where(steps[:, None] >= steps, scores * self.config.softmax_scale, -jnp.inf)
+        # A weight of 0 is not enough to keep a later row out: 0 * NaN is NaN.
+        finite = jnp.all(jnp.isfinite(values), axis=(2, 3))[..., None, None]
+        values = jnp.where(finite, values, 0)
         mixed = jnp.einsum("bhts,bshv->bthv", jax.nn.softmax(scores).astype(x.dtype), values)
+        mixed = jnp.where(jnp.cumsum(~finite, axis=1) == 0, mixed, jnp.nan)
         return self.o_proj(mixed.reshape(*x.shape[:2], -1))
 
 
@@ -346,7 +351,7 @@ class KimiK26(nnx.Module):
         return jax.lax.with_sharding_constraint(cache, self.placement.whole)
 
     def verify(
-        self, tree, cache: jax.Array, lengths: jax.Array, *, taps: tuple[int, ...] = ()
+        self, tree: DraftTree, cache: jax.Array, lengths: jax.Array, *, taps: tuple[int, ...] = ()
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Scores every node of a draft tree in one pass, each seeing the context and its ancestors.
 
@@ -360,7 +365,12 @@ class KimiK26(nnx.Module):
         Returns:
           hidden [B, N, D] after the final norm, features [B, N, len(taps) * D] as in `forward`, and
           the cache. Rows past `tree.num_nodes` mean nothing and visit no routed expert.
+
+        Raises:
+          TypeError: `tree` is no `DraftTree`.
         """
+        if not isinstance(tree, DraftTree):
+            raise TypeError(f"tree must be a DraftTree, not {type(tree).__name__}")
         attend = verify_attn if self.placement is None else self.placement.verify_attn
         x = self.embed(tree.tokens)
         positions = lengths[:, None] + tree.depths

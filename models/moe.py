@@ -199,8 +199,10 @@ def dense_expert_mlp(
     share = _share(ids, weights, experts.count)
     gate_up = jnp.einsum("td,eid->tei", x, experts.gate_up[...].astype(x.dtype))
     gate, up = jnp.split(gate_up, 2, axis=-1)
-    # The share goes in before the last product, which then sums over the experts as well.
-    inner = jax.nn.silu(gate) * up * share[..., None].astype(x.dtype)
+    # The share goes in before the last product, which then sums over the experts as well. What overflows in an expert
+    # must not reach a token that did not choose it.
+    share = share[..., None].astype(x.dtype)
+    inner = jnp.where(share == 0, 0, jax.nn.silu(gate) * up * share)
     return jnp.einsum("tei,edi->td", inner, experts.down[...].astype(x.dtype))
 
 

@@ -77,6 +77,24 @@ def random_pair(rng, vocab=23, damage=0.35, block_size=8, max_context=4096):
     return target, MarkovDrafter(jnp.asarray(drafts, jnp.float32), block_size)
 
 
+def wrong_drafter(target, block_size=8):
+    """A drafter that is sure of the target's least probable token wherever it is."""
+    return MarkovDrafter(-4 * target.table, block_size)
+
+
+def counting(drafter, calls: list):
+    """The drafter, which adds to `calls` whenever it drafts."""
+
+    @jax.tree_util.register_dataclass
+    @dataclasses.dataclass(frozen=True)
+    class Counting(MarkovDrafter):
+        def draft(self, *arguments):
+            jax.debug.callback(lambda: calls.append(1))
+            return super().draft(*arguments)
+
+    return Counting(drafter.table, drafter.block_size, drafter.taps)
+
+
 def follow(table, prompt, max_new, stops=(), max_context=4096):
     """The oracle: the greedy continuation, and why it ends."""
     tokens = list(prompt)

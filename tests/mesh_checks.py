@@ -233,7 +233,8 @@ def check_loop(rng):
     batch, budget = 2, 8
     lengths = np.asarray([7, 20], np.int32)
     tokens = rng.integers(0, _VOCAB, (batch, 20)).astype(np.int32)
-    whole = DecodeConfig(budget=budget, max_new_tokens=24)
+    # One pass in the loop's body, whose moves are counted.
+    whole = DecodeConfig(budget=budget, max_new_tokens=24, adaptive=False)
     prefill = DecodeConfig(budget=budget, max_new_tokens=24, max_rounds=0)
     operands = (target, drafter, tokens, lengths)
     state = quick_decode(*operands, config=prefill).state

@@ -1,5 +1,6 @@
 """The torch bridge on the CPU: equal to the JAX primitives bit for bit, without JAX, and clear about bad tensors."""
 
+import dataclasses
 import os
 import pathlib
 import subprocess
@@ -173,6 +174,10 @@ def _attend(cache=_CACHE, **options):
             "scale must be a number, not None",
         ),
         (
+            lambda: _attend(scale=1e39),
+            r"scale must be finite in float32, at most 3.4e\+38, not 1e\+39",
+        ),
+        (
             lambda: bridge.append_latents(
                 _CACHE, torch.zeros(2, 1, 576), _LENGTHS, layer=0, cache_scale=torch.ones(1)
             ),
@@ -197,6 +202,24 @@ def _attend(cache=_CACHE, **options):
 def test_what_is_wrong_is_said(call, message):
     with pytest.raises(ValueError, match=message):
         call()
+
+
+def test_a_tuple_is_no_tree_and_a_tree_no_path():
+    tree = bridge.tree_build(
+        torch.zeros(2, 3, 2), torch.zeros(2, 3, 2, dtype=torch.int32), _LENGTHS, budget=4
+    )
+    fields = dataclasses.astuple(tree)
+    for call in (
+        lambda: bridge.tree_accept(fields, torch.zeros(2, 5, dtype=torch.int32)),
+        lambda: bridge.verify_attn(
+            torch.zeros(2, 5, 1, 576), _CACHE, _LENGTHS, fields, scale=1.0, layer=0
+        ),
+        lambda: bridge.sglang_verify_inputs(fields, _LENGTHS.to(torch.int64)),
+    ):
+        with pytest.raises(TypeError, match="tree must be a DraftTree, not tuple"):
+            call()
+    with pytest.raises(TypeError, match="path must be an AcceptedPath, not DraftTree"):
+        bridge.commit_path(_CACHE, tree, _LENGTHS)
 
 
 _BLOCKED = """

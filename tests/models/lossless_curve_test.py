@@ -34,7 +34,7 @@ def test_a_cost_curve_changes_the_rounds_and_not_the_text(rng):
         result = decode(target, drafter, tokens, lengths, config=start)
         while np.any(np.asarray(result.finish_reason) == FinishReason.RUNNING):
             state = result.state
-            if not int(state.pause.left):
+            if np.any(np.asarray(state.rounds) >= np.asarray(state.pause.next_draft)):
                 nodes |= set(
                     np.asarray(draft(target, drafter, state, config=step).num_nodes).tolist()
                 )

@@ -17,8 +17,9 @@ from flax import nnx
 from tqdm import tqdm
 
 from . import fp8
-from .config import DFlashConfig, KimiK26Config
-from .dflash import DFlashDrafter
+from .deepseek_v3.config import KimiK26Config
+from .dflash.config import DFlashConfig
+from .dflash.model import DFlashDrafter
 from .huge_pages import use_huge_pages
 from .kimi_k26 import KimiK26
 from .layers import float_dtype

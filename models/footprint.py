@@ -11,8 +11,10 @@ import jax.numpy as jnp
 from flax import nnx
 
 from .checkpoint import check_pair, param_dtype_argument
-from .config import LATENT_DIM, ROPE_DIM, DFlashConfig, KimiK26Config, read_json
-from .dflash import DFlashDrafter
+from .common.fields import read_json
+from .deepseek_v3.config import LATENT_DIM, ROPE_DIM, KimiK26Config
+from .dflash.config import DFlashConfig
+from .dflash.model import DFlashDrafter
 from .kimi_k26 import KimiK26, latent_cache_dtype
 from .layers import float_dtype
 from .layout import FP8, Path, target_rules

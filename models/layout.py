@@ -12,7 +12,7 @@ import numpy as np
 from flax import nnx
 
 from . import fp8
-from .config import KimiK26Config
+from .deepseek_v3.config import KimiK26Config
 
 FLOAT = ("BF16", "F32", "F16")  # safetensors' names of the dtypes that a float tensor may have
 FP8 = "F8_E4M3"

@@ -57,7 +57,12 @@ def _compressed_tensors(fields: Fields, config) -> str:
     fields.need("format")
     fields.only("format", "pack-quantized")
     fields.only("quantization_status", "compressed")
-    fields.only("kv_cache_scheme")
+    if fields.get("kv_cache_scheme") is not None:
+        raise fields.error(
+            "kv_cache_scheme",
+            "quantizes the cache, whose dtype is chosen here by cache_dtype: pass --ignore_config "
+            f"{fields.name('kv_cache_scheme')} to leave its scales out",
+        )
     fields.only("sparsity_config", {})
     fields.only("transform_config", {})
     fields.harmless("version", "global_compression_ratio")

@@ -67,6 +67,7 @@ def _read(inner: Fields, outer: Fields) -> RopeConfig:
             raise fields.error("partial_rotary_factor", "must be 1: all of the head is rotated")
     if kind == "default":
         config = {"theta": theta}
+        outer.harmless("original_max_position_embeddings")  # nothing is scaled by it
         amplitude = outer.number("rope_attention_factor", 1.0)
         if amplitude != 1:
             raise outer.error("rope_attention_factor", "is for yarn; the rope type is 'default'")

@@ -45,7 +45,10 @@ def read_layers(fields: Fields, count: int) -> tuple[DraftLayer, ...]:
       ValueError: a value out of range, or keys that contradict each other.
     """
     causal = fields.flag("causal", fields.flag("is_causal", None))
-    fields.harmless("swa_window_size", "sliding_window", "max_window_layers")  # without a switch
+    for key in ("swa_window_size", "sliding_window", "max_window_layers"):
+        # Without a switch they say nothing, but a number they must be.
+        if fields.whole(key, 0) > _MOST:
+            raise fields.error(key, f"must be at most {_MOST}, not {shown(fields.get(key))}")
     if fields.flag("use_swa", False):
         _kinds(fields, count)  # the switch wins: ModelOpt leaves all of layer_types full
         return (DraftLayer(bool(causal), fields.whole("swa_window_size")),) * count

@@ -113,6 +113,7 @@ class DecodeResult:
 
     @property
     def undrafted_rounds(self) -> jax.Array:
+        """i32[B]: target passes in which the request paused drafting."""
         return self.state.undrafted_rounds
 
     @property

@@ -1,6 +1,6 @@
 // What blocks leave for launch_combine: where splits lie, and the list of the tiles that are split.
-#ifndef DDTREE_FFI_CUDA_VERIFY_ATTN_PLAN_CUT_TILES_H_
-#define DDTREE_FFI_CUDA_VERIFY_ATTN_PLAN_CUT_TILES_H_
+#ifndef DDTREE_FFI_CUDA_VERIFY_ATTN_PLAN_SPLIT_TILES_H_
+#define DDTREE_FFI_CUDA_VERIFY_ATTN_PLAN_SPLIT_TILES_H_
 
 #include <stdint.h>
 
@@ -158,4 +158,4 @@ __device__ __forceinline__ void list_split_tiles(const Problem& p, const Run& ru
 
 }  // namespace ddtree
 
-#endif  // DDTREE_FFI_CUDA_VERIFY_ATTN_PLAN_CUT_TILES_H_
+#endif  // DDTREE_FFI_CUDA_VERIFY_ATTN_PLAN_SPLIT_TILES_H_

@@ -80,17 +80,17 @@ struct Plan {
   bool countable;  // whether int64 holds `bytes`
   int64_t experts_at, pairs_at, x_at, inner_at, partial_at;
   Plan(int64_t tokens, int64_t top_k, int64_t experts, int64_t hidden, int64_t inner, int32_t dtype) {
-    const bool wide = dtype == DDTREE_F32;
+    const bool is_float32 = dtype == DDTREE_F32;
     pairs = ddtree::Product({tokens, top_k}).value_or(0);
-    chunk = wide || pairs <= 4 * experts ? kColumns : 2 * kColumns;
+    chunk = is_float32 || pairs <= 4 * experts ? kColumns : 2 * kColumns;
     chunks = std::min(pairs, std::min(pairs, experts) + pairs / chunk);
     bytes = 0;
     countable = true;
     place({12});  // the number of chunks, and of tasks drawn of either matmul
     experts_at = place({4, chunks});
     pairs_at = place({4, chunks, chunk});
-    x_at = place({wide ? 0 : 2, tokens, hidden});
-    inner_at = place({wide ? 4 : 2, pairs, inner});
+    x_at = place({is_float32 ? 0 : 2, tokens, hidden});
+    inner_at = place({is_float32 ? 4 : 2, pairs, inner});
     partial_at = place({4, pairs, hidden});
   }
 
@@ -665,11 +665,11 @@ int ddtree_expert_mlp_cuda(const ddtree_expert_mlp_args* args, void* stream) {
   p.hidden = static_cast<int>(hidden);
   p.inner_size = static_cast<int>(inner);
   const auto cuda_stream = static_cast<cudaStream_t>(stream);
-  const bool wide = args->dtype == DDTREE_F32;
+  const bool is_float32 = args->dtype == DDTREE_F32;
   const auto blocks_of = [](int64_t threads) { return static_cast<unsigned>(ceil_div(threads, kThreads)); };
   if (plan.chunks > 0 && inner > 0) {
     const int chunk = static_cast<int>(plan.chunk);
-    if (wide) {
+    if (is_float32) {
       prepare<false><<<1, kThreads, 0, cuda_stream>>>(p, chunk);
       const auto grid = [&](int64_t rows) {
         return static_cast<unsigned>(std::min<int64_t>(ceil_div(plan.chunks * rows, kWarps), 8 * sms));
@@ -684,7 +684,7 @@ int ddtree_expert_mlp_cuda(const ddtree_expert_mlp_args* args, void* stream) {
     }
   }
   const unsigned grid = blocks_of(tokens * hidden / 4);
-  if (wide) {
+  if (is_float32) {
     weigh<float><<<grid, kThreads, 0, cuda_stream>>>(p);
   } else {
     weigh<__nv_bfloat16><<<grid, kThreads, 0, cuda_stream>>>(p);

@@ -99,15 +99,15 @@ __device__ __forceinline__ int less_if_before(int count, Place a, Place b) {
 // Narrows `low` and `high` to the least and the greatest that the block's threads have between them. Three slots of
 // `extremes` take turns, the first of them ~0 and 0 at first: one is made ready while another is in use, and the last
 // one may still be read.
-__device__ __forceinline__ void narrow(uint32_t (&extremes)[3][2], int& calls, uint32_t& low, uint32_t& high,
+__device__ __forceinline__ void narrow(uint32_t (&extremes)[3][2], int& rotation, uint32_t& low, uint32_t& high,
                                        bool has_a, uint32_t a, bool has_b, uint32_t b) {
   has_a = has_a && low <= a && a <= high, has_b = has_b && low <= b && b <= high;
   const uint32_t least = __reduce_min_sync(~0u, min(has_a ? a : ~0u, has_b ? b : ~0u));
   const uint32_t most = __reduce_max_sync(~0u, max(has_a ? a : 0, has_b ? b : 0));
-  auto &now = extremes[calls], &later = extremes[calls == 2 ? 0 : calls + 1];
+  auto &now = extremes[rotation], &later = extremes[rotation == 2 ? 0 : rotation + 1];
   if (threadIdx.x % 32 == 0 && least <= most) atomicMin(&now[0], least), atomicMax(&now[1], most);
   if (threadIdx.x == 0) later[0] = ~0u, later[1] = 0;
-  calls = calls == 2 ? 0 : calls + 1;
+  rotation = rotation == 2 ? 0 : rotation + 1;
   __syncthreads();
   if (now[0] <= now[1]) low = now[0], high = now[1];
 }
@@ -115,8 +115,9 @@ __device__ __forceinline__ void narrow(uint32_t (&extremes)[3][2], int& calls, u
 // Shrinks `bound` until at most `enough` of what the block's threads have in `a` and, if `two`, `b` are within it, or
 // `most` where costs lie close, but no fewer than `need`. `count` of them are, or fewer, and no cost's first word is
 // below `low`. `guess` is what to try first.
-__device__ __forceinline__ int tighten(uint32_t (&extremes)[3][2], int& calls, Place& bound, Place a, Place b, bool two,
-                                       int count, int need, int enough, int most, uint32_t low, uint32_t guess) {
+__device__ __forceinline__ int tighten(uint32_t (&extremes)[3][2], int& rotation, Place& bound, Place a, Place b,
+                                       bool two, int count, int need, int enough, int most, uint32_t low,
+                                       uint32_t guess) {
   bool sure = !two;  // that so many as it needs are within the bound
   bool in_a = false, in_b = false, ties_a = true, ties_b = two;  // by the words before
 #pragma unroll 1
@@ -127,7 +128,7 @@ __device__ __forceinline__ int tighten(uint32_t (&extremes)[3][2], int& calls, P
       const bool close = i > 0 || high - low < kOctave / 16;
       if (count <= (close ? most : enough)) break;
       if (sure && (close || step == 8)) {
-        narrow(extremes, calls, low, high, ties_a, of_a, ties_b, of_b);
+        narrow(extremes, rotation, low, high, ties_a, of_a, ties_b, of_b);
         if (low == high) break;
       }
       uint32_t trial = low + (high - low) / 2;
@@ -286,11 +287,11 @@ __global__ void __launch_bounds__(kThreads) build_trees(ddtree_tree_build_args a
     const uint32_t best = shared.place[1].word(0);
     uint32_t guess = bits(shared.cost[min(per_row, need + keep) - 1]) >> 32;
     Place mine = candidate;
-    int count = 2 * kThreads, calls = 0;
+    int count = 2 * kThreads, rotation = 0;
     for (int turn = 0, start = 0, end = depth;; ++turn) {
       if (count > most) {
         const bool over = size > kThreads;
-        count = tighten(shared.extremes, calls, bound, mine, below, turn == 0, count, need, over ? need : enough,
+        count = tighten(shared.extremes, rotation, bound, mine, below, turn == 0, count, need, over ? need : enough,
                         over ? need : most, best, guess);
       }
       int* found = &shared.found[turn % 4];

@@ -220,6 +220,10 @@ struct Call {
     for (int64_t task = 0; task < tasks; ++task) {
       Expect(kernel(&args, task, tasks) == DDTREE_OK, std::string(name) + " refused sound sizes");
     }
+    // As many shares as there may be: most have nothing to do, and no scratch may grow with them.
+    for (const int64_t task : {0, INT32_MAX - 1}) {
+      Expect(kernel(&args, task, INT32_MAX) == DDTREE_OK, std::string(name) + " refused a share of many");
+    }
   }
 
   // The cache's own dtype and scale: what does not go with `dtype`, with e4m3 or with the other must be refused.
@@ -416,6 +420,8 @@ void ExpertMlp() {
   call.Limit(&Args::hidden, a.hidden + 8, "an incomplete group of inputs");
   call.Limit(&Args::inner, a.inner + 1, "an incomplete group of inner numbers");
   Expect(ddtree_expert_mlp_sum_cpu(&a) == DDTREE_OK, "expert_mlp_sum refused sound sizes");
+  call.kernel = [](const Args* args, int64_t, int64_t) { return ddtree_expert_mlp_sum_cpu(args); };
+  call.SeveralHuge();
   Expect(ddtree_expert_mlp_sum_cpu(nullptr) == DDTREE_INVALID_ARGUMENT, "expert_mlp_sum took no block");
   a.dtype = 3;
   Expect(ddtree_expert_mlp_sum_cpu(&a) == DDTREE_INVALID_ARGUMENT, "expert_mlp_sum took an unknown dtype");

@@ -12,8 +12,8 @@
 // In float16 three blocks of eight warps fit an SM, each warp asking for four splits at a time; two blocks that asked
 // for eight took up to twice as long. Blocks share out the rows that tiles can have, by a list of the split tiles that
 // the first launch leaves.
-#ifndef DDTREE_FFI_CUDA_VERIFY_ATTN_MERGE_H_
-#define DDTREE_FFI_CUDA_VERIFY_ATTN_MERGE_H_
+#ifndef DDTREE_FFI_CUDA_VERIFY_ATTN_COMBINE_H_
+#define DDTREE_FFI_CUDA_VERIFY_ATTN_COMBINE_H_
 
 #include <cuda_fp16.h>
 #include <cuda_runtime.h>
@@ -247,4 +247,4 @@ int launch_combine(const Problem& p, int sms, cudaStream_t stream) {
 
 }  // namespace ddtree
 
-#endif  // DDTREE_FFI_CUDA_VERIFY_ATTN_MERGE_H_
+#endif  // DDTREE_FFI_CUDA_VERIFY_ATTN_COMBINE_H_

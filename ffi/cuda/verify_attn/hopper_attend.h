@@ -162,7 +162,7 @@ __device__ __forceinline__ void store_rows(const float (&out)[kColumns / 2], uin
 
 // The same number, from which the compiler can prepare nothing before all the loops: what it kept would not fit in the
 // registers.
-__device__ __forceinline__ int hidden(int x) {
+__device__ __forceinline__ int opaque(int x) {
   asm volatile("" : "+r"(x));
   return x;
 }
@@ -184,7 +184,7 @@ __device__ __forceinline__ void attend_side(const Problem& p, Shared& s, int thr
     } else {
       sm90::wait(&s.query_full, number % 2);
     }
-    const int place = hidden(thread), row = place / 32 * 16 + place % 16;
+    const int place = opaque(thread), row = place / 32 * 16 + place % 16;
     const uint32_t from = sm90::shared_address(s.query) + row * 128;
 #pragma unroll
     for (int i = 0; i < kHeld<Cache>; ++i) {
@@ -280,7 +280,7 @@ __device__ __forceinline__ void attend_side(const Problem& p, Shared& s, int thr
           sm90::sync_at(kGroup + kSide, kGroupThreads);
         }
         // Of four threads with the same two rows each makes one word of what these see.
-        const int place = hidden(thread), own_row = place / 32 * 16 + place % 32 / 4 + place / 2 % 2 * 8;
+        const int place = opaque(thread), own_row = place / 32 * 16 + place % 32 / 4 + place / 2 % 2 * 8;
         const int node = min((segment.tile * kTileRows + own_row) / p.heads, segment.nodes - 1);
         const uint32_t* ancestors = p.ancestors + (static_cast<int64_t>(segment.request) * p.nodes + node) * p.words;
         const uint32_t own_word = visible(ancestors, p.words, row + place % 2 * 32, segment.nodes);
@@ -327,7 +327,7 @@ __device__ __forceinline__ void attend_side(const Problem& p, Shared& s, int thr
       }
       sm90::sync_at(kGroup + kSide, kGroupThreads);  // no warp's matmul still reads the weights of the tile before
       {
-        const int place = hidden(thread), row = place / 32 * 16 + place % 16;
+        const int place = opaque(thread), row = place / 32 * 16 + place % 16;
         const uint32_t to = sm90::shared_address(s.weights) + row * 128;
 #pragma unroll
         for (int k = 0; k < 4; ++k) sm90::store_matrices(to + ((k * 2 + place % 32 / 16 ^ row % 8) << 4), weights[k]);
@@ -396,7 +396,7 @@ __device__ __forceinline__ void attend_side(const Problem& p, Shared& s, int thr
     const auto write = [&] {
       sm90::wait(&s.summed, number % 2);
       const bool whole = segment.step == 0 && segment.end_step == segment.steps;
-      const int place = hidden(thread), lane = place % 32, row = place / 32 * 16 + lane / 4;
+      const int place = opaque(thread), lane = place % 32, row = place / 32 * 16 + lane / 4;
       uint8_t* staging = s.weights + (kSide * 4 + place / 32) * 1024;  // all have read the last weights
       const int query_row = segment.tile * kTileRows + row, real_rows = segment.nodes * p.heads;
       const bool real[2] = {query_row < real_rows, query_row + 8 < real_rows};

@@ -35,8 +35,8 @@ __device__ __forceinline__ void load_steps(Shared& s, const Maps& maps, int plan
   int ahead = end_step;
   tiles = min(tiles, gridDim.x);
   if (tiles >= kManyTiles) {
-    own -= over(own, tiles) * tiles;
-    const int first = step + kAhead, wave = over(first, tiles) * tiles + own;
+    own -= divide(own, tiles) * tiles;
+    const int first = step + kAhead, wave = divide(first, tiles) * tiles + own;
     ahead = wave < first ? wave + tiles : wave;
   }
 #pragma unroll 1  // this thread has 24 registers
@@ -70,7 +70,7 @@ __device__ __forceinline__ void load_first_step(Shared& s, const Maps& maps, int
 __device__ __forceinline__ Guess guess_start(const Problem& p) {
   const int tiles = shape_tiles(p.nodes, p.heads), all = p.batch * tiles, blocks = gridDim.x, block = blockIdx.x;
   // Whole tiles, or as many chunks of each as there are blocks for.
-  const int chunks = max(over(blocks, all), 1), rounds = max(over(all, blocks), 1);
+  const int chunks = max(divide(blocks, all), 1), rounds = max(divide(all, blocks), 1);
   if (all <= blocks) {
     // Or columns, as start_run chooses.
     const int steps = request_of(p, 0).steps, places = steps + kBeginCost;
@@ -81,16 +81,16 @@ __device__ __forceinline__ Guess guess_start(const Problem& p) {
                         .columns = tiles,
                         .places = p.batch * places};
     const int run = column_run(totals, blocks);
-    if (run + kColumnCost < whole_cost(totals, over(steps + chunks - 1, chunks), 1)) {
-      const int number = over(block, tiles), request = over(number * run, places), tile = block - number * tiles;
+    if (run + kColumnCost < whole_cost(totals, divide(steps + chunks - 1, chunks), 1)) {
+      const int number = divide(block, tiles), request = divide(number * run, places), tile = block - number * tiles;
       if (request >= p.batch || tile >= request_of(p, request).tiles) return {.request = p.batch, .tile = 0, .step = 0};
       return {.request = request, .tile = tile, .step = max(number * run - request * places - kBeginCost, 0)};
     }
   }
-  const int place = rounds * block, request = over(place, chunks * tiles);
+  const int place = rounds * block, request = divide(place, chunks * tiles);
   if (request >= p.batch) return {.request = p.batch, .tile = 0, .step = 0};
   const Request r = request_of(p, request);
-  const int in_request = place - request * chunks * tiles, chunk = over(in_request, tiles);
+  const int in_request = place - request * chunks * tiles, chunk = divide(in_request, tiles);
   const int tile = in_request - chunk * tiles;
   return {.request = tile < r.tiles ? request : p.batch,
           .tile = tile,
@@ -120,7 +120,7 @@ inline __device__ void load_tiles(const Problem& p, Shared& s, const Maps& maps)
     if (number >= 1) sm90::wait(&s.planned[number % 2], (number - 1) / 2 % 2);
     const Segment& segment = s.segments[number % 2];
     const int request = segment.request, end_step = segment.end_step, own = segment.tile;
-    const int tiles = over(segment.nodes * p.heads + kTileRows - 1, kTileRows);
+    const int tiles = divide(segment.nodes * p.heads + kTileRows - 1, kTileRows);
     int step = segment.step;
     if (request == p.batch) return;
     if (loaded) {

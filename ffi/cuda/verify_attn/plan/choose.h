@@ -20,7 +20,7 @@ struct Totals {
   int columns, places;    // tiles of every request that has any, or 0; places of a column
 };
 
-DDTREE_PLAN int even_run(int steps, int blocks) { return max(kMinRun, over(steps + blocks - 1, blocks)); }
+DDTREE_PLAN int even_run(int steps, int blocks) { return max(kMinRun, divide(steps + blocks - 1, blocks)); }
 
 // How much longer than an equal run whole items may be.
 template <bool kManyRows>
@@ -30,12 +30,12 @@ DDTREE_PLAN int most_longer(int even) {
 
 // The length that warp `index` of kTries tries.
 DDTREE_PLAN int tried_run(int even, int most, int index) {
-  return even + over(most * index + kTries - 2, kTries - 1);
+  return even + divide(most * index + kTries - 2, kTries - 1);
 }
 
 // Steps that the ways should take, but for the beginning of the first tile. `together` are the most tiles of a block.
 DDTREE_PLAN int cut_cost(const Totals& t, int even) {
-  return even + kCutCost + kBeginCost * max(min(over(even, max(t.shortest, 1)), t.tiles) - 1, 0);
+  return even + kCutCost + kBeginCost * max(min(divide(even, max(t.shortest, 1)), t.tiles) - 1, 0);
 }
 
 DDTREE_PLAN int whole_cost(const Totals& t, int run, int together) {
@@ -44,7 +44,7 @@ DDTREE_PLAN int whole_cost(const Totals& t, int run, int together) {
 
 // Whole tiles for each block, as many as there may be.
 DDTREE_PLAN int rounds_of(const Totals& t, int even, int blocks) {
-  return min(over(even, max(t.longest, 1)), over(t.tiles, blocks));
+  return min(divide(even, max(t.longest, 1)), divide(t.tiles, blocks));
 }
 
 // `left` are the steps of a run after them.
@@ -53,8 +53,8 @@ DDTREE_PLAN int rounds_cost(const Totals& t, int rounds, int left) {
 }
 
 DDTREE_PLAN int column_run(const Totals& t, int blocks) {
-  const int runs = over(blocks, t.columns);
-  return max(kMinRun, over(t.places + runs - 1, runs));
+  const int runs = divide(blocks, t.columns);
+  return max(kMinRun, divide(t.places + runs - 1, runs));
 }
 
 // Adds a request; `unequal` becomes true if requests have different numbers of tiles.
@@ -144,7 +144,7 @@ __device__ __forceinline__ void start_run(const Problem& p, int* needed, Run* ru
     Found rest, first;
     int taken;
     find_tiles(p, rounds * block, rounds * blocks, lane, &first, &rest, &taken);
-    const int rest_steps = totals.steps - taken, equal = over(rest_steps + blocks - 1, blocks);
+    const int rest_steps = totals.steps - taken, equal = divide(rest_steps + blocks - 1, blocks);
     const int left = max(kMinRun, equal), rounds_plan = rounds_cost(totals, rounds, rest_steps > 0 ? left : 0);
     if (rounds * totals.longest + left <= even + slack && (!kManyRows || rounds_plan < cost)) {
       plan = {.run = left,

@@ -27,7 +27,7 @@ struct Found {
 };
 
 // Looks whether one of a warp's requests, `b` of this lane, holds `at`; the lane's own has [begin, end).
-__device__ __forceinline__ void look(int at, int b, int lane, int begin, int end, Found* found) {
+__device__ __forceinline__ void find_in_warp(int at, int b, int lane, int begin, int end, Found* found) {
   const unsigned here = __ballot_sync(~0u, begin <= at && at < end);
   if (here == 0) return;
   const int source = __ffs(here) - 1;
@@ -43,8 +43,8 @@ __device__ __forceinline__ void find_tiles(const Problem& p, int first, int seco
   for (int b = lane; b - lane < p.batch; b += 32) {
     const Request r = b < p.batch ? request_of(p, b) : Request{};
     const int end = sum + prefix_sum(r.tiles, lane), begin = end - r.tiles;
-    look(first, b, lane, begin, end, first_found);
-    look(second, b, lane, begin, end, second_found);
+    find_in_warp(first, b, lane, begin, end, first_found);
+    find_in_warp(second, b, lane, begin, end, second_found);
     own_steps += min(max(second - begin, 0), r.tiles) * r.steps;
     sum = __shfl_sync(~0u, end, 31);
   }
@@ -60,8 +60,8 @@ __device__ __forceinline__ void find_places(const Problem& p, const Plan& plan, 
   for (int b = lane; b - lane < p.batch; b += 32) {
     const int places = b < p.batch ? places_of(plan, rest_of(p, plan, b)) : 0;
     const int end = sum + prefix_sum(places, lane), begin = end - places;
-    look(first, b, lane, begin, end, first_found);
-    look(second, b, lane, begin, end, second_found);
+    find_in_warp(first, b, lane, begin, end, first_found);
+    find_in_warp(second, b, lane, begin, end, second_found);
     sum = __shfl_sync(~0u, end, 31);
   }
 }

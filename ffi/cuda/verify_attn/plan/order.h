@@ -20,7 +20,7 @@ constexpr int kRoundSlack = 4;  // by which whole tiles and the rest may be long
 constexpr int64_t kMostSteps = 1 << 30;
 
 // a / b of integers that are not negative: of signed ones it is twice the instructions.
-DDTREE_PLAN int over(int a, int b) { return static_cast<int>(static_cast<unsigned>(a) / static_cast<unsigned>(b)); }
+DDTREE_PLAN int divide(int a, int b) { return static_cast<int>(static_cast<unsigned>(a) / static_cast<unsigned>(b)); }
 
 struct Plan {
   int run;     // steps of a block, or the most of them
@@ -63,24 +63,24 @@ DDTREE_PLAN Request rest_of(const Problem& p, const Plan& plan, int b) {
 // an item meets three blocks at most, and a block has at most one item that is a whole chunk but no whole tile. Short
 // runs beside whole tiles leave the fewest splits when they follow each other down a tile.
 DDTREE_PLAN int chunks_of(const Plan& plan, const Request& r) {
-  if (plan.whole) return over(r.steps + plan.run - 1, plan.run);
+  if (plan.whole) return divide(r.steps + plan.run - 1, plan.run);
   if (plan.columns > 0 || (plan.tiles > 0 && plan.run <= kShortRun)) return 1;
-  return max(1, min(over(2 * r.steps + plan.run, 2 * plan.run), over(r.steps, plan.run / 2 + 1)));
+  return max(1, min(divide(2 * r.steps + plan.run, 2 * plan.run), divide(r.steps, plan.run / 2 + 1)));
 }
 
 // The first step of a chunk of a tile of `steps`. The chunks' lengths differ by one at most, the longer ones first.
 DDTREE_PLAN int chunk_begin(int steps, int chunks, int chunk) {
-  const int length = over(steps, chunks);
+  const int length = divide(steps, chunks);
   return chunk * length + min(chunk, steps - chunks * length);
 }
 
 // Whole tiles of a request that a block can take, if its run is that long.
-DDTREE_PLAN int tiles_of_run(const Plan& plan, const Request& r) { return over(plan.run, max(r.steps, 1)); }
+DDTREE_PLAN int tiles_of_run(const Plan& plan, const Request& r) { return divide(plan.run, max(r.steps, 1)); }
 
 // Blocks that take whole items of a request.
 DDTREE_PLAN int blocks_of(const Plan& plan, const Request& r) {
   const int together = max(tiles_of_run(plan, r), 1);
-  return over(r.tiles + together - 1, together) * chunks_of(plan, r);
+  return divide(r.tiles + together - 1, together) * chunks_of(plan, r);
 }
 
 // Places before the steps of a request.
@@ -100,26 +100,26 @@ struct Item {
 DDTREE_PLAN Item item_at(const Plan& plan, const Request& r, int from) {
   const int chunks = chunks_of(plan, r);
   if (plan.whole) {
-    const int number = over(from, plan.run);
+    const int number = divide(from, plan.run);
     if (chunks == 1) {
-      const int tile = over(from - number * plan.run, r.steps);
+      const int tile = divide(from - number * plan.run, r.steps);
       return {.tile = number * tiles_of_run(plan, r) + tile,
               .begin = 0,
               .end = r.steps,
               .place = number * plan.run + tile * r.steps};
     }
-    const int chunk = over(number, r.tiles);
+    const int chunk = divide(number, r.tiles);
     return {.tile = number - chunk * r.tiles,
             .begin = chunk_begin(r.steps, chunks, chunk),
             .end = chunk_begin(r.steps, chunks, chunk + 1),
             .place = number * plan.run};
   }
   // The chunk of the step reached if all tiles went side by side.
-  const int step = over(from, r.tiles), length = over(r.steps, chunks), longer = r.steps - chunks * length;
+  const int step = divide(from, r.tiles), length = divide(r.steps, chunks), longer = r.steps - chunks * length;
   const bool early = step < longer * (length + 1);
-  const int chunk = over(early ? step : step - longer, early ? length + 1 : length);
+  const int chunk = divide(early ? step : step - longer, early ? length + 1 : length);
   const int begin = chunk_begin(r.steps, chunks, chunk), end = chunk_begin(r.steps, chunks, chunk + 1);
-  const int tile = over(from - r.tiles * begin, end - begin);
+  const int tile = divide(from - r.tiles * begin, end - begin);
   return {.tile = tile, .begin = begin, .end = end, .place = r.tiles * begin + tile * (end - begin)};
 }
 

@@ -94,7 +94,7 @@ DDTREE_PLAN void next_segment(const Problem& p, Run* run, Segment* s) {
 }
 
 // Which run of the plan's a block has: the place where it begins, by plan.run.
-DDTREE_PLAN int run_of(const Plan& plan, int block) { return plan.columns > 0 ? over(block, plan.columns) : block; }
+DDTREE_PLAN int run_of(const Plan& plan, int block) { return plan.columns > 0 ? divide(block, plan.columns) : block; }
 
 // A block's run of places [at, end), the first and the last of which the two found requests hold.
 DDTREE_PLAN void begin_run(const Problem& p, const Plan& plan, int block, int at, int end, const Found& first,

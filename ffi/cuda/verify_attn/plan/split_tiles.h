@@ -1,6 +1,6 @@
 // What blocks leave for launch_combine: where splits lie, and the list of the tiles that are split.
-#ifndef DDTREE_FFI_CUDA_VERIFY_ATTN_PLAN_CUT_TILES_H_
-#define DDTREE_FFI_CUDA_VERIFY_ATTN_PLAN_CUT_TILES_H_
+#ifndef DDTREE_FFI_CUDA_VERIFY_ATTN_PLAN_SPLIT_TILES_H_
+#define DDTREE_FFI_CUDA_VERIFY_ATTN_PLAN_SPLIT_TILES_H_
 
 #include <stdint.h>
 
@@ -38,22 +38,24 @@ struct Splits {
   int tile;           // counted from first_tile; in columns it is 0
   int columns, column;  // run r of the plan is block r * columns + column's; 1 and 0 without columns
   // Upper bounds of the blocks that an item meets, and of the splits.
-  DDTREE_PLAN int most_blocks() const { return whole ? 1 : over(over(steps + chunks - 1, chunks) + run - 2, run) + 1; }
+  DDTREE_PLAN int most_blocks() const {
+    return whole ? 1 : divide(divide(steps + chunks - 1, chunks) + run - 2, run) + 1;
+  }
   DDTREE_PLAN int count() const { return chunks * most_blocks(); }
   // Part i: its block times kBlockSplits, and which of the block's. -1 where an item meets fewer blocks.
   DDTREE_PLAN int get(int i) const {
-    if (whole) return (over(before, run) + i * tiles + tile) * kBlockSplits + 1;
-    const int chunk = over(i, most_blocks()), number = i - chunk * most_blocks();
+    if (whole) return (divide(before, run) + i * tiles + tile) * kBlockSplits + 1;
+    const int chunk = divide(i, most_blocks()), number = i - chunk * most_blocks();
     const int begin = chunk_begin(steps, chunks, chunk), end = chunk_begin(steps, chunks, chunk + 1);
     const int first = before + tiles * begin + tile * (end - begin);
-    const int block = over(first, run), last = over(first + end - begin - 1, run);
+    const int block = divide(first, run), last = divide(first + end - begin - 1, run);
     if (block + number > last) return -1;
     return ((block + number) * columns + column) * kBlockSplits + (number > 0 ? 0 : block == last ? 1 : 2);
   }
   // Whether a tile that is not of chunks lies within a run, whose block then wrote its output.
   DDTREE_PLAN bool is_unsplit() const {
     const int first = before + tile * steps;
-    return chunks == 1 && (whole || over(first, run) == over(first + steps - 1, run));
+    return chunks == 1 && (whole || divide(first, run) == divide(first + steps - 1, run));
   }
 };
 
@@ -113,7 +115,7 @@ DDTREE_PLAN SplitTile split_at_end(const Problem& p, const Run& run) {
   const Request rest = rest_of(p, plan, run.last_request);
   const int steps_before = run.last_before + begin_cost(plan), from = run.end - 1 - steps_before;
   if (from < 0 || rest.steps == 0 || chunks_of(plan, rest) > 1) return {};
-  const int number = over(from, rest.steps), begin = steps_before + number * rest.steps;
+  const int number = divide(from, rest.steps), begin = steps_before + number * rest.steps;
   if (begin < run.start || begin + rest.steps <= run.end) return {};
   return split_tile(p, plan, rest, run.last_before, run.last_request, number + run.column);
 }
@@ -156,4 +158,4 @@ __device__ __forceinline__ void list_split_tiles(const Problem& p, const Run& ru
 
 }  // namespace ddtree
 
-#endif  // DDTREE_FFI_CUDA_VERIFY_ATTN_PLAN_CUT_TILES_H_
+#endif  // DDTREE_FFI_CUDA_VERIFY_ATTN_PLAN_SPLIT_TILES_H_

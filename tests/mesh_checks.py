@@ -4,6 +4,7 @@ JAX makes several devices of a CPU only at its start, hence processes of their o
 """
 
 import collections
+import dataclasses
 import functools
 import sys
 
@@ -16,12 +17,13 @@ from flax import nnx
 from hlo import cache_copies, collectives
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from losslessness import first_difference, judge
+from markov import random_pair
 from primitive_checks import random_tree
 from ragged_texts import continuations, ties_between
 from tiny_models import random_drafter, random_target
 
 import ddtree_jax
-from ddtree_jax import DecodeConfig, ddtree_decode
+from ddtree_jax import CostCurve, DecodeConfig, ddtree_decode
 from ddtree_jax.models import load_drafter, load_target, save_drafter, save_target
 from ddtree_jax.models.moe import expert_mlp, split_expert_mlp
 from ddtree_jax.models.placement import Placement
@@ -222,6 +224,32 @@ def check_sampling(rng):
         for devices in (None, 4)
     ]
     assert sum(a != b for a, b in zip(*texts, strict=True)) <= 1
+
+
+def check_shard_map(rng):
+    """The loop on each device for itself, its requests split: the texts of one device. `shard_map` checks all types."""
+    mesh = jax.make_mesh((4,), ("requests",), axis_types=(AxisType.Auto,))
+    split, whole = PartitionSpec("requests"), PartitionSpec()
+    tokens = rng.integers(0, _VOCAB, (8, 6)).astype(np.int32)
+    lengths = rng.integers(1, 7, 8).astype(np.int32)
+    small = random_target(rng, **_TARGET), random_drafter(rng, **_DRAFTER)
+    sampled = DecodeConfig(budget=4, max_new_tokens=9, temperature=0.9, top_k=9, top_p=0.9)
+    curve = CostCurve((1, 3, 7), (1.0, 1.1, 1.2), None, 0.1)
+    for models, config in (
+        (random_pair(rng), sampled),
+        (random_pair(rng), DecodeConfig(mode="chain", max_new_tokens=9, adaptive=False)),
+        (small, DecodeConfig(budget=6, max_new_tokens=9, cost_curve=curve)),
+    ):
+
+        def run(models, tokens, lengths, config=config):
+            first = dataclasses.replace(config, max_rounds=1)
+            state = ddtree_decode(*models, tokens, lengths, config=first).state
+            return ddtree_decode(*models, tokens, lengths, config=config, state=state).tokens
+
+        over = jax.shard_map(run, mesh=mesh, in_specs=(whole, split, split), out_specs=split)
+        want = quick_compile.jit(run)(models, tokens, lengths)
+        got = quick_compile.jit(over)(models, tokens, lengths)
+        np.testing.assert_array_equal(got, want)
 
 
 def check_loop(rng):

@@ -18,6 +18,7 @@ _TESTS = pathlib.Path(__file__).resolve().parents[1]
         "greedy_float",
         "greedy_int4",
         "sampling",
+        "shard_map",
         "loop",
     ],
 )

@@ -39,6 +39,13 @@ def read_json(path_or_dict: str | os.PathLike | Mapping[str, Any]) -> tuple[dict
     return values, path
 
 
+def ignored_keys(keys: Collection[str]) -> frozenset[str]:
+    """Keys that a caller wants taken as absent, as `Fields` has them: without the name of what they are read with."""
+    keys = (keys,) if isinstance(keys, str) else keys
+    parts = ("text_config.", "dflash_config.")
+    return frozenset(key.removeprefix(parts[0]).removeprefix(parts[1]) for key in keys)
+
+
 class Fields:
     """A JSON object of a config.json, read key by key; what was not read is refused at the end.
 
@@ -48,8 +55,8 @@ class Fields:
       values: the object.
       where: the file, for messages.
       path: of the object in the file, such as "rope_scaling."; in front of its keys in messages.
-      ignore: keys to take as absent, nested ones by their path, such as "rope_scaling.truncate".
-      also: other paths by which `ignore` may name these keys.
+      ignore: keys to take as absent, nested ones by their path, such as "rope_scaling.truncate";
+        `ignored_keys` makes it.
     """
 
     def __init__(
@@ -58,12 +65,9 @@ class Fields:
         where: str,
         *,
         path: str = "",
-        ignore: Collection[str] = (),
-        also: Collection[str] = (),
+        ignore: frozenset[str] = frozenset(),
     ):
-        paths = (path, *also)
-        ignored = {key for key in values if any(f"{p}{key}" in ignore for p in paths)}
-        self.values = {key: value for key, value in values.items() if key not in ignored}
+        self.values = {key: v for key, v in values.items() if path + key not in ignore}
         self.where = where
         self._path, self._ignore = path, ignore
         self._known: set[str] = set()
@@ -120,10 +124,14 @@ class Fields:
 
     def only(self, key: str, *served: Any):
         """Refuses any value of `key` but those served; a missing key is fine."""
-        value = self.get(key)
+        if self.get(key) is not None:
+            self.must(key, *served)
+
+    def must(self, key: str, *served: Any):
+        """Refuses any value of `key` but those served; a missing key too, and null."""
+        value = self.need(key)
         # True is 1 to Python, but not in JSON.
-        same = (isinstance(value, bool) == isinstance(s, bool) and value == s for s in served)
-        if value is not None and not any(same):
+        if not any(isinstance(value, bool) == isinstance(s, bool) and value == s for s in served):
             choices = " or ".join(repr(s) for s in served) or "null"
             raise self.error(key, f"is {shown(value)}, but only {choices} is supported")
 

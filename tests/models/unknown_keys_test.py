@@ -172,6 +172,15 @@ def test_a_key_that_is_read_can_be_ignored_too():
     assert got == KimiK26Config.from_json(TARGET)
     with pytest.raises(ValueError, match="'hidden_size' is missing"):
         KimiK26Config.from_json(TARGET, ignore=("hidden_size",))
+    # One key need not be a list, and is no part of another.
+    assert KimiK26Config.from_json({**TARGET, "a": 1}, ignore="a") == KimiK26Config.from_json(
+        TARGET
+    )
+    with pytest.raises(ValueError, match="'a': not understood"):
+        KimiK26Config.from_json({**TARGET, "a": 1}, ignore="ab")
+    wrapped = {"model_type": "kimi_k25", "text_config": {**values, "a": 1}}
+    got = KimiK26Config.from_json(wrapped, ignore=["text_config.rope_scaling.truncate", "a"])
+    assert got == KimiK26Config.from_json(TARGET)
 
 
 def test_a_wrapper_may_repeat_its_text_config():

@@ -135,6 +135,14 @@ def test_layers_that_slide_in_qwen3(rng, number):
     assert [window for _, window in layers_of(values)] == want
 
 
+@pytest.mark.parametrize("windows", [[9, 5], [9, None], [None, None], [7, 7]])
+def test_windows_are_saved(rng, tmp_path, windows):
+    drafter = random_drafter(rng, sliding_windows=windows, is_causal=False)
+    save_drafter(drafter, tmp_path)
+    got = DFlashConfig.from_json(tmp_path)
+    assert got == drafter.config and [layer.window for layer in got.layers] == windows
+
+
 def test_a_window_by_argument(rng, tmp_path):
     target = random_target(rng)
     changes = {"layer_types": [SLIDING, FULL], "sliding_window": 9}

@@ -179,8 +179,8 @@ def _read(fields: Fields) -> dict:
     fields.only("pruned_heads", {})
     fields.only("projector_type", "dflash")
     fields.only("attention_mode", "gqa", "mha")  # as num_key_value_heads says
-    # With these the slots would predict other positions, or other ids.
-    for key in ("sample_from_anchor", "shift_label"):
+    # With these the slots would predict other positions or ids, or see what no tensor here holds.
+    for key in ("sample_from_anchor", "shift_label", "attention_sink_bias"):
         fields.only(key, False)
     fields.only("draft_vocab_size", sizes["vocab_size"])
     fields.only("target_hidden_size", sizes["hidden_size"])

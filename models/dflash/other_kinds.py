@@ -28,6 +28,8 @@ _CONFIGS = {
         "eagle",
         ("eagle_aux_hidden_state_layer_ids", "eagle_config", "norm_output", "use_aux_norm"),
     ),
+    "a Domino drafter": ("domino", ("gru_hidden_dim",)),
+    "a LiLiCorr drafter": ("lilicorr", ("lilicorr_enabled",)),
     "a drafter in the form of speculators": ("speculator", ("transformer_layer_config",)),
 }
 #: Kind to what only its tensors are called.
@@ -38,6 +40,8 @@ _TENSORS = {
     "a DSpark drafter (Markov or confidence head)": re.compile(
         r"markov_head\.|markov_w[12]\.|confidence_head\.|confidence_proj\."
     ),
+    "a Domino drafter (a recurrent head)": re.compile(r"(prefix_gru|embed_proj)\."),
+    "a LiLiCorr drafter (a head that ranks anew)": re.compile(r"lilicorr\."),
     "an EAGLE drafter": re.compile(r"fc_norm\.|layers\.\d+\.hidden_norm\.|midlayer\."),
     "a drafter over latent attention": re.compile(
         r"context_proj\.|layers\.\d+\.self_attn\.(kv_a_proj_with_mqa|kv_b_proj)\."

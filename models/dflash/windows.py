@@ -90,6 +90,12 @@ def _windows(fields: Fields, count: int) -> list[int | None]:
         # Qwen3's rule; without max_window_layers all of them slide.
         first = fields.whole("max_window_layers", 0) if switch else count
         kinds = [layer >= first for layer in range(count)]
+        if switch and not any(kinds):
+            raise fields.error(
+                "use_sliding_window",
+                f"is true, but max_window_layers {first} leaves none of {count} layers to slide: "
+                "add layer_types, or set use_sliding_window to false",
+            )
     elif any(kinds) and switch is False:
         raise fields.error("use_sliding_window", "is false, but layer_types has sliding_attention")
     return [fields.whole("sliding_window") if slides else None for slides in kinds]

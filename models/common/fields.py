@@ -12,6 +12,7 @@ from typing import Any
 
 _REQUIRED = object()
 _SHOWN = 8  # names in a message
+_LONGEST = 160  # characters of one of them
 
 
 def read_json(path_or_dict: str | os.PathLike | Mapping[str, Any]) -> tuple[dict[str, Any], str]:
@@ -78,7 +79,7 @@ class Fields:
 
     def error(self, key: str, wrong: str) -> ValueError:
         """What is wrong with the value of a key, with file and key in front."""
-        return ValueError(f"{self.where}: {self.name(key)} {wrong}")
+        return ValueError(f"{self.where}: {label(self.name(key))} {wrong}")
 
     def get(self, key: str, default: Any = None) -> Any:
         """The value as it is."""
@@ -90,7 +91,7 @@ class Fields:
         """The value as it is, null too; the key must be there."""
         self._known.add(key)
         if key not in self.values:
-            raise ValueError(f"{self.where}: the key {self.name(key)!r} is missing")
+            raise ValueError(f"{self.where}: the key '{label(self.name(key))}' is missing")
         return self.values[key]
 
     def whole(self, key: str, default: Any = _REQUIRED) -> Any:
@@ -144,10 +145,10 @@ class Fields:
         left = [k for k, value in self.values.items() if k not in self._known and value is not None]
         if left:
             names = [self.name(key) for key in left]
-            option = f"--ignore_config {names[0] if len(names) == 1 else 'with each of them'}"
+            one = label(names[0]) if len(names) == 1 else "with each of them"
             raise ValueError(
                 f"{self.where}: {some(names)}: not understood, and it could change results; if it "
-                f"does not, pass {option}"
+                f"does not, pass --ignore_config {one}"
             )
 
     def _convert(self, key: str, default: Any, convert) -> Any:
@@ -208,9 +209,15 @@ _SHORT = reprlib.Repr()
 _SHORT.maxstring = _SHORT.maxother = 60
 
 
+def label(name: str) -> str:
+    """A key or a tensor's name for a message: one line, and not without end."""
+    text = name if name.isprintable() else repr(name)[1:-1]
+    return text if len(text) <= _LONGEST else f"{text[: _LONGEST // 2]}...{text[-20:]}"
+
+
 def some(names: Collection[str]) -> str:
     """The first few of many names, for a message."""
-    names = [repr(name) for name in names]
+    names = [f"'{label(name)}'" for name in names]
     more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
     return ", ".join(names[:_SHOWN]) + more
 

@@ -7,6 +7,8 @@ import re
 from collections.abc import Collection, Mapping
 from typing import Any
 
+from ..common.fields import label, shown
+
 #: Kind to what only its config.json says: in the architecture's name, and keys.
 _CONFIGS = {
     "a DFlash2 drafter": (
@@ -67,7 +69,7 @@ def refuse_by_config(values: Mapping[str, Any], where: str):
         named = next((name for name in names if part in name.lower()), None)
         key = next((key for key in keys if values.get(key) not in (None, False)), None)
         if named is not None or key is not None:
-            told = f"it says {named!r}" if named is not None else f"it has the key {key!r}"
+            told = f"it says {shown(named)}" if named is not None else f"it has the key {key!r}"
             raise ValueError(f"{where}: this is {kind} ({told}); {_SERVED}")
 
 
@@ -82,5 +84,5 @@ def refuse_by_tensors(folder: str | os.PathLike, names: Collection[str]):
         name = next((name for name in sorted(names) if pattern.match(name)), None)
         if name is not None:
             raise ValueError(
-                f"{os.fspath(folder)}: this is {kind}, since it holds the tensor {name!r}; {_SERVED}"
+                f"{os.fspath(folder)}: this is {kind}, since it holds the tensor '{label(name)}'; {_SERVED}"
             )

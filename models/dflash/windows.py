@@ -50,10 +50,15 @@ def read_layers(fields: Fields, count: int) -> tuple[DraftLayer, ...]:
         if fields.whole(key, 0) > _MOST:
             raise fields.error(key, f"must be at most {_MOST}, not {shown(fields.get(key))}")
     if fields.flag("use_swa", False):
-        _kinds(fields, count)  # the switch wins: ModelOpt leaves all of layer_types full
-        return (DraftLayer(bool(causal), fields.whole("swa_window_size")),) * count
-    windows = _windows(fields, count)
-    layers = [DraftLayer(w is not None if causal is None else causal, w) for w in windows]
+        # It wins over Qwen3's switch and layer_types, which ModelOpt leaves full.
+        _kinds(fields, count)
+        fields.flag("use_sliding_window", None)
+        if fields.get("sliding_windows") is not None:
+            raise fields.error("sliding_windows", "contradicts use_swa: one of the two")
+        layers = [DraftLayer(bool(causal), fields.whole("swa_window_size"))] * count
+    else:
+        windows = _windows(fields, count)
+        layers = [DraftLayer(w is not None if causal is None else causal, w) for w in windows]
     most = fields.whole("draft_window_size", None)
     if most is not None:
         layers = [

@@ -153,6 +153,23 @@ def test_a_section_names_its_path():
         fields.section("a").section("b").need("e")
 
 
+@pytest.mark.parametrize("key", ["a\nb", "\ud800", "x" * 10**6, "", "\x00\x1b[31m"])
+@pytest.mark.parametrize("at", [(), ("rope_scaling",), ("quantization_config", "config_groups")])
+def test_keys_of_any_text(tmp_path, key, at):
+    values = json.loads(json.dumps({**TARGET, "quantization_config": INT4}))
+    inner = values
+    for one in at:
+        inner = inner[one]
+    inner[key] = 3
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(values))
+    with pytest.raises(ValueError) as error:
+        KimiK26Config.from_json(path)
+    message = str(error.value)
+    assert message.startswith(str(path)) and message.isprintable()
+    assert len(message) < len(str(path)) + 600
+
+
 def test_a_number_of_five_thousand_digits(tmp_path):
     path = tmp_path / "config.json"
     path.write_text(json.dumps(TARGET).replace("512", "5" * 5000))

@@ -69,6 +69,14 @@ def layers_of(changes, nested=()):
             },
             [(False, 40)] * 3,
         ),
+        (
+            {"use_swa": True, "swa_window_size": 40, "use_sliding_window": False},
+            [(False, 40)] * 3,
+        ),
+        (
+            {"use_swa": True, "swa_window_size": 40, "draft_window_size": 30},
+            [(False, 30)] * 3,
+        ),
         ({"use_swa": False, "swa_window_size": 40}, [(False, None)] * 3),
     ],
 )
@@ -93,6 +101,10 @@ def test_windows(changes, want):
         (
             {"layer_types": [SLIDING] * 3, "sliding_window": 4, "use_sliding_window": False},
             "use_sliding_window is false, but layer_types has sliding_attention",
+        ),
+        (
+            {"use_swa": True, "swa_window_size": 4, "sliding_windows": [4, 4, 4]},
+            "sliding_windows contradicts use_swa",
         ),
         ({"sliding_windows": [4]}, "sliding_windows names 1 layers of 3"),
         ({"sliding_windows": [4, 4, "4"]}, "sliding_windows must be a whole number, not '4'"),

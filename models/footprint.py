@@ -12,7 +12,7 @@ from flax import nnx
 
 from .checkpoint import check_pair, param_dtype_argument
 from .common.fields import read_json
-from .counts import check_layers
+from .counts import check_target
 from .deepseek_v3.config import LATENT_DIM, ROPE_DIM, KimiK26Config
 from .dflash.config import DFlashConfig
 from .dflash.model import DFlashDrafter
@@ -21,7 +21,7 @@ from .layers import float_dtype
 from .layout import FP8, Path, target_rules
 from .names import canonical, layer_of
 from .sharding import logical_axes
-from .tensors import INDEX, read_index
+from .tensors import stored_names
 
 #: Bytes a device keeps for activations, prefill and the runtime itself.
 RESERVE = 4 * 10**9
@@ -100,11 +100,11 @@ def footprint(
 
     Raises:
       FileNotFoundError: no config.json.
-      ValueError: a config.json or a dtype that `load_target` or `load_drafter` would refuse, or an index
-        of another number of layers.
+      ValueError: a config.json or a dtype that `load_target` or `load_drafter` would refuse, or weights
+        of another number of layers or routed experts.
     """
     config = KimiK26Config.from_json(target_path, ignore=ignore_config)
-    _check_index(target_path, config)
+    _check_counts(target_path, config)
     dtype = float_dtype("dtype", dtype)
     param_dtype = param_dtype_argument(param_dtype)
     experts = rest = whole = 0
@@ -162,13 +162,14 @@ def _is_expert(path: Path) -> bool:
     return "experts" in path
 
 
-def _check_index(folder: str | os.PathLike, config: KimiK26Config):
-    stored = read_index(folder)
+def _check_counts(folder: str | os.PathLike, config: KimiK26Config):
+    """Holds layers and experts against the names of the weights, where those are there."""
+    stored = stored_names(folder)
     if stored is None:
         return
-    names = [name for name in map(canonical, stored) if name is not None]
-    layers = {layer for layer in map(layer_of, names) if layer is not None}
-    # Layers for multi-token prediction come after the others, if at all.
+    where, names = stored
     last = config.num_hidden_layers
-    layers -= set(range(last, last + config.num_nextn_predict_layers))
-    check_layers(os.path.join(folder, INDEX), layers, last)
+    # Layers for multi-token prediction come after the others, if at all.
+    extra = range(last, last + config.num_nextn_predict_layers)
+    known = (name for name in map(canonical, names) if name is not None)
+    check_target(where, [name for name in known if layer_of(name) not in extra], config)

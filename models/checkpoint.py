@@ -17,7 +17,7 @@ from flax import nnx
 from tqdm import tqdm
 
 from . import fp8
-from .common.fields import naming, shown
+from .common.fields import ignored_keys, naming, shown
 from .counts import check_layers, check_target
 from .deepseek_v3.config import KimiK26Config
 from .dflash.config import DFlashConfig
@@ -79,7 +79,7 @@ def load_target(
     wanted, held = _dtype_arguments(dtype, param_dtype)
     config = KimiK26Config.from_json(_folder(path), ignore=ignore_config)
 
-    no_cache_scales = "quantization_config.kv_cache_scheme" in ignore_config
+    no_cache_scales = "quantization_config.kv_cache_scheme" in ignored_keys(ignore_config)
 
     def name_of(stored: str) -> str | None:
         name = canonical(stored)
@@ -141,6 +141,8 @@ def load_drafter(
     layers = (layer_of(f"model.{name}") for name in tensors.names)
     found = [layer for layer in layers if layer is not None]
     check_layers(tensors.folder, found, config.num_hidden_layers)
+    size = config.hidden_size
+    tensors.check([Source("fc.weight", (size, len(config.taps) * size))])
     dtype = wanted or _stored_dtype(tensors, "fc.weight")
     kinds, wide = _kinds(dtype, held)
     drafter = nnx.eval_shape(lambda: DFlashDrafter(config, **kinds))
@@ -207,8 +209,9 @@ def _fill(model: nnx.Module, rules: list[Rule], tensors: Tensors, shardings: dic
         for rule in rules:
             for name, expected in rule.constants.items():
                 if name in tensors.names and tuple(tensors.take(name).tolist()) != expected:
+                    order = ": inputs out of order" if name.endswith("weight_g_idx") else ""
                     raise ValueError(
-                        f"{tensors.folder}: the tensor {name!r} should say {shown(expected)}"
+                        f"{tensors.folder}: the tensor {name!r} should say {shown(expected)}{order}"
                     )
             slot = slots[rule.paths[0]]  # for all of them
             dtype, packed = slot.dtype, isinstance(slot, PackedParam)

@@ -5,13 +5,14 @@ from __future__ import annotations
 import dataclasses
 import math
 import os
+from collections.abc import Collection
 
 import jax.numpy as jnp
 from flax import nnx
 
 from .checkpoint import check_pair, param_dtype_argument
 from .common.fields import read_json
-from .counts import check_layers
+from .counts import check_target
 from .deepseek_v3.config import LATENT_DIM, ROPE_DIM, KimiK26Config
 from .dflash.config import DFlashConfig
 from .dflash.model import DFlashDrafter
@@ -20,7 +21,7 @@ from .layers import float_dtype
 from .layout import FP8, Path, target_rules
 from .names import canonical, layer_of
 from .sharding import logical_axes
-from .tensors import INDEX, read_index
+from .tensors import stored_names
 
 #: Bytes a device keeps for activations, prefill and the runtime itself.
 RESERVE = 4 * 10**9
@@ -85,6 +86,7 @@ def footprint(
     dtype="bfloat16",
     param_dtype=None,
     cache_dtype=None,
+    ignore_config: Collection[str] = (),
 ) -> Footprint:
     """Computes it without reading a weight.
 
@@ -95,14 +97,15 @@ def footprint(
       param_dtype: of everything but packed experts, as `load_target` takes it; `dtype` by default. What is stored in
         bfloat16 is known from config.json, which speaks of all weights at once.
       cache_dtype: of the target's cache, `dtype` by default or "float8_e4m3fn".
+      ignore_config: keys of both config.json to take as absent, as `load_target` takes it.
 
     Raises:
       FileNotFoundError: no config.json.
-      ValueError: a config.json or a dtype that `load_target` or `load_drafter` would refuse, or an index
-        of another number of layers.
+      ValueError: a config.json or a dtype that `load_target` or `load_drafter` would refuse, or weights
+        of another number of layers or routed experts.
     """
-    config = KimiK26Config.from_json(target_path)
-    _check_index(target_path, config)
+    config = KimiK26Config.from_json(target_path, ignore=ignore_config)
+    _check_counts(target_path, config)
     dtype = float_dtype("dtype", dtype)
     param_dtype = param_dtype_argument(param_dtype)
     experts = rest = whole = 0
@@ -121,7 +124,7 @@ def footprint(
     row = config.num_hidden_layers * (LATENT_DIM + ROPE_DIM) * latent
     drafter = 0
     if drafter_path is not None:
-        draft = DFlashConfig.from_json(drafter_path)
+        draft = DFlashConfig.from_json(drafter_path, ignore=ignore_config)
         check_pair(
             drafter_path, draft, config.hidden_size, config.vocab_size, config.num_hidden_layers
         )
@@ -160,13 +163,14 @@ def _is_expert(path: Path) -> bool:
     return "experts" in path
 
 
-def _check_index(folder: str | os.PathLike, config: KimiK26Config):
-    stored = read_index(folder)
+def _check_counts(folder: str | os.PathLike, config: KimiK26Config):
+    """Holds layers and experts against the names of the weights, where those are there."""
+    stored = stored_names(folder)
     if stored is None:
         return
-    names = [name for name in map(canonical, stored) if name is not None]
-    layers = {layer for layer in map(layer_of, names) if layer is not None}
-    # Layers for multi-token prediction come after the others, if at all.
+    where, names = stored
     last = config.num_hidden_layers
-    layers -= set(range(last, last + config.num_nextn_predict_layers))
-    check_layers(os.path.join(folder, INDEX), layers, last)
+    # Layers for multi-token prediction come after the others, if at all.
+    extra = range(last, last + config.num_nextn_predict_layers)
+    known = (name for name in map(canonical, names) if name is not None)
+    check_target(where, [name for name in known if layer_of(name) not in extra], config)

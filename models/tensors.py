@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import math
@@ -64,6 +65,34 @@ def read_index(folder: str | os.PathLike) -> dict[str, str] | None:
         if os.path.basename(shard) != shard or not shard.endswith(".safetensors"):
             raise ValueError(f"{path}: {shard!r} is not a safetensors file of this folder")
     return pairs
+
+
+def stored_names(folder: str | os.PathLike) -> tuple[str, list[str]] | None:
+    """The file that lists a folder's tensors, and their stored names; None where there is no such file.
+
+    Raises:
+      ValueError: that file cannot be read.
+    """
+    pairs = read_index(folder)
+    if pairs is not None:
+        return os.path.join(folder, INDEX), list(pairs)
+    path = os.path.join(folder, SINGLE)
+    if not os.path.isfile(path):
+        return None
+    with _opened(path) as file:
+        return path, list(file.keys())
+
+
+@contextlib.contextmanager
+def _opened(path: str):
+    """A safetensors file, with its name in front of what is wrong with its header."""
+    try:
+        with safe_open(path, framework="numpy") as file:
+            yield file
+    except (SafetensorError, OSError) as error:
+        raise ValueError(
+            f"{path}: truncated or not a safetensors file ({error}); download it again"
+        ) from error
 
 
 @dataclasses.dataclass(frozen=True)
@@ -204,14 +233,9 @@ class Tensors:
     def _open(self, shard: str, canonical) -> set[str]:
         """Notes where the tensors of a shard lie; returns their stored names."""
         path = os.path.join(self.folder, shard)
-        try:
-            with safe_open(path, framework="numpy") as file:
-                names = file.offset_keys()
-                headers = [file.get_slice(name) for name in names]
-        except (SafetensorError, OSError) as error:
-            raise ValueError(
-                f"{path}: truncated or not a safetensors file ({error}); download it again"
-            ) from error
+        with _opened(path) as file:
+            names = file.offset_keys()
+            headers = [file.get_slice(name) for name in names]
         entries, begin = [], 0
         for stored, header in zip(names, headers, strict=True):
             dtype = header.get_dtype()

@@ -12,6 +12,7 @@ from typing import Any
 
 _REQUIRED = object()
 _SHOWN = 8  # names in a message
+_LONGEST = 160  # characters of one of them
 
 
 def read_json(path_or_dict: str | os.PathLike | Mapping[str, Any]) -> tuple[dict[str, Any], str]:
@@ -39,6 +40,13 @@ def read_json(path_or_dict: str | os.PathLike | Mapping[str, Any]) -> tuple[dict
     return values, path
 
 
+def ignored_keys(keys: Collection[str]) -> frozenset[str]:
+    """Keys that a caller wants taken as absent, as `Fields` has them: without the name of what they are read with."""
+    keys = (keys,) if isinstance(keys, str) else keys
+    parts = ("text_config.", "dflash_config.")
+    return frozenset(key.removeprefix(parts[0]).removeprefix(parts[1]) for key in keys)
+
+
 class Fields:
     """A JSON object of a config.json, read key by key; what was not read is refused at the end.
 
@@ -48,8 +56,8 @@ class Fields:
       values: the object.
       where: the file, for messages.
       path: of the object in the file, such as "rope_scaling."; in front of its keys in messages.
-      ignore: keys to take as absent, nested ones by their path, such as "rope_scaling.truncate".
-      also: other paths by which `ignore` may name these keys.
+      ignore: keys to take as absent, nested ones by their path, such as "rope_scaling.truncate";
+        `ignored_keys` makes it.
     """
 
     def __init__(
@@ -58,12 +66,9 @@ class Fields:
         where: str,
         *,
         path: str = "",
-        ignore: Collection[str] = (),
-        also: Collection[str] = (),
+        ignore: frozenset[str] = frozenset(),
     ):
-        paths = (path, *also)
-        ignored = {key for key in values if any(f"{p}{key}" in ignore for p in paths)}
-        self.values = {key: value for key, value in values.items() if key not in ignored}
+        self.values = {key: v for key, v in values.items() if path + key not in ignore}
         self.where = where
         self._path, self._ignore = path, ignore
         self._known: set[str] = set()
@@ -74,7 +79,7 @@ class Fields:
 
     def error(self, key: str, wrong: str) -> ValueError:
         """What is wrong with the value of a key, with file and key in front."""
-        return ValueError(f"{self.where}: {self.name(key)} {wrong}")
+        return ValueError(f"{self.where}: {label(self.name(key))} {wrong}")
 
     def get(self, key: str, default: Any = None) -> Any:
         """The value as it is."""
@@ -86,7 +91,7 @@ class Fields:
         """The value as it is, null too; the key must be there."""
         self._known.add(key)
         if key not in self.values:
-            raise ValueError(f"{self.where}: the key {self.name(key)!r} is missing")
+            raise ValueError(f"{self.where}: the key '{label(self.name(key))}' is missing")
         return self.values[key]
 
     def whole(self, key: str, default: Any = _REQUIRED) -> Any:
@@ -120,10 +125,14 @@ class Fields:
 
     def only(self, key: str, *served: Any):
         """Refuses any value of `key` but those served; a missing key is fine."""
-        value = self.get(key)
+        if self.get(key) is not None:
+            self.must(key, *served)
+
+    def must(self, key: str, *served: Any):
+        """Refuses any value of `key` but those served; a missing key too, and null."""
+        value = self.need(key)
         # True is 1 to Python, but not in JSON.
-        same = (isinstance(value, bool) == isinstance(s, bool) and value == s for s in served)
-        if value is not None and not any(same):
+        if not any(isinstance(value, bool) == isinstance(s, bool) and value == s for s in served):
             choices = " or ".join(repr(s) for s in served) or "null"
             raise self.error(key, f"is {shown(value)}, but only {choices} is supported")
 
@@ -136,10 +145,10 @@ class Fields:
         left = [k for k, value in self.values.items() if k not in self._known and value is not None]
         if left:
             names = [self.name(key) for key in left]
-            option = f"--ignore_config {names[0] if len(names) == 1 else 'with each of them'}"
+            one = label(names[0]) if len(names) == 1 else "with each of them"
             raise ValueError(
                 f"{self.where}: {some(names)}: not understood, and it could change results; if it "
-                f"does not, pass {option}"
+                f"does not, pass --ignore_config {one}"
             )
 
     def _convert(self, key: str, default: Any, convert) -> Any:
@@ -200,9 +209,15 @@ _SHORT = reprlib.Repr()
 _SHORT.maxstring = _SHORT.maxother = 60
 
 
+def label(name: str) -> str:
+    """A key or a tensor's name for a message: one line, and not without end."""
+    text = name if name.isprintable() else repr(name)[1:-1]
+    return text if len(text) <= _LONGEST else f"{text[: _LONGEST // 2]}...{text[-20:]}"
+
+
 def some(names: Collection[str]) -> str:
     """The first few of many names, for a message."""
-    names = [repr(name) for name in names]
+    names = [f"'{label(name)}'" for name in names]
     more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
     return ", ".join(names[:_SHOWN]) + more
 

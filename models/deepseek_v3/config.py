@@ -6,7 +6,15 @@ import dataclasses
 from collections.abc import Collection, Mapping
 
 from ..common import harmless
-from ..common.fields import Fields, check_bounds, naming, read_json, shown, whole_numbers
+from ..common.fields import (
+    Fields,
+    check_bounds,
+    ignored_keys,
+    naming,
+    read_json,
+    shown,
+    whole_numbers,
+)
 from ..common.rope_fields import read_rope
 from ..rope import RopeConfig
 from .quantization_config import read_quantization
@@ -102,7 +110,7 @@ class KimiK26Config:
         Args:
           path_or_dict: the folder, the file, or its object.
           ignore: keys to take as absent, nested ones by their path ("rope_scaling.truncate"); those
-            of a wrapper's `text_config` go without its name.
+            of a wrapper's `text_config` may go without its name.
 
         Raises:
           FileNotFoundError: no such file.
@@ -110,13 +118,14 @@ class KimiK26Config:
             key is not understood and could change what it computes.
         """
         values, where = read_json(path_or_dict)
+        ignore = ignored_keys(ignore)
         outer = Fields(values, where, ignore=ignore)
         text = outer
         if outer.get("text_config") is not None:
             inner = outer.values["text_config"]
             if not isinstance(inner, Mapping):
                 raise outer.error("text_config", f"must be an object, not {shown(inner)}")
-            text = Fields(inner, f"{where} (text_config)", ignore=ignore, also=("text_config.",))
+            text = Fields(inner, f"{where} (text_config)", ignore=ignore)
             outer.only("model_type", "kimi_k25", "kimi_vl")
         with naming(text.where):
             config = cls(**_read(text, outer))

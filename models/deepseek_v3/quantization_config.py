@@ -38,12 +38,7 @@ def read_quantization(fields: Fields, config) -> str:
 
 def _fp8(fields: Fields) -> str:
     fields.only("fmt", "e4m3")
-    fields.need("weight_block_size")
-    if fields.values["weight_block_size"] != [fp8.BLOCK] * 2:
-        value = shown(fields.values["weight_block_size"])
-        raise fields.error(
-            "weight_block_size", f"is {value}, but only {[fp8.BLOCK] * 2} is supported"
-        )
+    fields.must("weight_block_size", [fp8.BLOCK] * 2)
     # Activations stay floats here, which is no worse than rounding them on the way.
     fields.only("activation_scheme", "dynamic")
     # Which layers are in fp8 is known from their tensors; how scales were rounded is in the scales.
@@ -54,8 +49,7 @@ def _fp8(fields: Fields) -> str:
 
 
 def _compressed_tensors(fields: Fields, config) -> str:
-    fields.need("format")
-    fields.only("format", "pack-quantized")
+    fields.must("format", "pack-quantized")
     fields.only("quantization_status", "compressed")
     if fields.get("kv_cache_scheme") is not None:
         raise fields.error(
@@ -102,10 +96,8 @@ def _targets(groups: Fields, name: str) -> _Modules:
     weights = group.section("weights")
     if weights is None:
         raise group.error("weights", "is missing; supported are weights in int4")
-    for key, served in (("num_bits", 4), ("group_size", quantization.GROUP)):
-        weights.need(key)
-        weights.only(key, served)
-        weights.whole(key)
+    weights.must("num_bits", 4)
+    weights.must("group_size", quantization.GROUP)
     weights.only("type", "int")
     weights.only("symmetric", True)
     weights.only("strategy", "group")

@@ -6,7 +6,15 @@ import dataclasses
 from collections.abc import Collection, Mapping
 
 from ..common import harmless
-from ..common.fields import Fields, check_bounds, naming, read_json, shown, whole_numbers
+from ..common.fields import (
+    Fields,
+    check_bounds,
+    ignored_keys,
+    naming,
+    read_json,
+    shown,
+    whole_numbers,
+)
 from ..common.rope_fields import read_rope
 from ..rope import RopeConfig
 from .other_kinds import refuse_by_config
@@ -84,7 +92,7 @@ class DFlashConfig:
 
         Args:
           path_or_dict: the folder, the file, or its object.
-          ignore: keys to take as absent; those of `dflash_config` go without its name.
+          ignore: keys to take as absent; those of `dflash_config` may go without its name.
 
         Raises:
           FileNotFoundError: no such file.
@@ -97,7 +105,7 @@ class DFlashConfig:
             raise ValueError(f"{where}: dflash_config must be an object, not {shown(nested)}")
         values = {k: v for k, v in values.items() if k != "dflash_config"}
         values |= {k: v for k, v in (nested or {}).items() if v is not None}
-        fields = Fields(values, where, ignore=ignore, also=("dflash_config.",))
+        fields = Fields(values, where, ignore=ignored_keys(ignore))
         refuse_by_config(fields.values, where)
         architectures = fields.get("architectures", ["DFlashDraftModel"])
         if not isinstance(architectures, list) or "DFlashDraftModel" not in architectures:
@@ -171,8 +179,8 @@ def _read(fields: Fields) -> dict:
     fields.only("pruned_heads", {})
     fields.only("projector_type", "dflash")
     fields.only("attention_mode", "gqa", "mha")  # as num_key_value_heads says
-    # With these the slots would predict other positions, or other ids.
-    for key in ("sample_from_anchor", "shift_label"):
+    # With these the slots would predict other positions or ids, or see what no tensor here holds.
+    for key in ("sample_from_anchor", "shift_label", "attention_sink_bias"):
         fields.only(key, False)
     fields.only("draft_vocab_size", sizes["vocab_size"])
     fields.only("target_hidden_size", sizes["hidden_size"])

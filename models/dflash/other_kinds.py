@@ -7,6 +7,8 @@ import re
 from collections.abc import Collection, Mapping
 from typing import Any
 
+from ..common.fields import label, shown
+
 #: Kind to what only its config.json says: in the architecture's name, and keys.
 _CONFIGS = {
     "a DFlash2 drafter": (
@@ -28,6 +30,8 @@ _CONFIGS = {
         "eagle",
         ("eagle_aux_hidden_state_layer_ids", "eagle_config", "norm_output", "use_aux_norm"),
     ),
+    "a Domino drafter": ("domino", ("gru_hidden_dim",)),
+    "a LiLiCorr drafter": ("lilicorr", ("lilicorr_enabled",)),
     "a drafter in the form of speculators": ("speculator", ("transformer_layer_config",)),
 }
 #: Kind to what only its tensors are called.
@@ -38,6 +42,8 @@ _TENSORS = {
     "a DSpark drafter (Markov or confidence head)": re.compile(
         r"markov_head\.|markov_w[12]\.|confidence_head\.|confidence_proj\."
     ),
+    "a Domino drafter (a recurrent head)": re.compile(r"(prefix_gru|embed_proj)\."),
+    "a LiLiCorr drafter (a head that ranks anew)": re.compile(r"lilicorr\."),
     "an EAGLE drafter": re.compile(r"fc_norm\.|layers\.\d+\.hidden_norm\.|midlayer\."),
     "a drafter over latent attention": re.compile(
         r"context_proj\.|layers\.\d+\.self_attn\.(kv_a_proj_with_mqa|kv_b_proj)\."
@@ -63,7 +69,7 @@ def refuse_by_config(values: Mapping[str, Any], where: str):
         named = next((name for name in names if part in name.lower()), None)
         key = next((key for key in keys if values.get(key) not in (None, False)), None)
         if named is not None or key is not None:
-            told = f"it says {named!r}" if named is not None else f"it has the key {key!r}"
+            told = f"it says {shown(named)}" if named is not None else f"it has the key {key!r}"
             raise ValueError(f"{where}: this is {kind} ({told}); {_SERVED}")
 
 
@@ -78,5 +84,5 @@ def refuse_by_tensors(folder: str | os.PathLike, names: Collection[str]):
         name = next((name for name in sorted(names) if pattern.match(name)), None)
         if name is not None:
             raise ValueError(
-                f"{os.fspath(folder)}: this is {kind}, since it holds the tensor {name!r}; {_SERVED}"
+                f"{os.fspath(folder)}: this is {kind}, since it holds the tensor '{label(name)}'; {_SERVED}"
             )

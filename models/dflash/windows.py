@@ -50,10 +50,15 @@ def read_layers(fields: Fields, count: int) -> tuple[DraftLayer, ...]:
         if fields.whole(key, 0) > _MOST:
             raise fields.error(key, f"must be at most {_MOST}, not {shown(fields.get(key))}")
     if fields.flag("use_swa", False):
-        _kinds(fields, count)  # the switch wins: ModelOpt leaves all of layer_types full
-        return (DraftLayer(bool(causal), fields.whole("swa_window_size")),) * count
-    windows = _windows(fields, count)
-    layers = [DraftLayer(w is not None if causal is None else causal, w) for w in windows]
+        # It wins over Qwen3's switch and layer_types, which ModelOpt leaves full.
+        _kinds(fields, count)
+        fields.flag("use_sliding_window", None)
+        if fields.get("sliding_windows") is not None:
+            raise fields.error("sliding_windows", "contradicts use_swa: one of the two")
+        layers = [DraftLayer(bool(causal), fields.whole("swa_window_size"))] * count
+    else:
+        windows = _windows(fields, count)
+        layers = [DraftLayer(w is not None if causal is None else causal, w) for w in windows]
     most = fields.whole("draft_window_size", None)
     if most is not None:
         layers = [
@@ -90,6 +95,12 @@ def _windows(fields: Fields, count: int) -> list[int | None]:
         # Qwen3's rule; without max_window_layers all of them slide.
         first = fields.whole("max_window_layers", 0) if switch else count
         kinds = [layer >= first for layer in range(count)]
+        if switch and not any(kinds):
+            raise fields.error(
+                "use_sliding_window",
+                f"is true, but max_window_layers {first} leaves none of {count} layers to slide: "
+                "add layer_types, or set use_sliding_window to false",
+            )
     elif any(kinds) and switch is False:
         raise fields.error("use_sliding_window", "is false, but layer_types has sliding_attention")
     return [fields.whole("sliding_window") if slides else None for slides in kinds]

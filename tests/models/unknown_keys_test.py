@@ -84,6 +84,49 @@ def test_published_drafter():
     assert DFlashConfig.from_json({**TRANSFORMERS_4, **PUBLISHED_DRAFTER}) == config
 
 
+def test_a_drafter_of_kimi_k27():
+    """As SpecForge trains it, key for key."""
+    yarn = {"rope_type": "yarn", **PUBLISHED_DRAFTER["rope_scaling"]}
+    values = {
+        "architectures": ["DFlashDraftModel"],
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "auto_map": {"AutoModel": "dflash.DFlashDraftModel"},
+        "block_size": 8,
+        "dflash_config": {"mask_token_id": 163838, "target_layer_ids": [1, 12, 24, 35, 47, 58]},
+        "dtype": "bfloat16",
+        "head_dim": 128,
+        "hidden_act": "silu",
+        "hidden_size": 7168,
+        "initializer_range": 0.02,
+        "intermediate_size": 18432,
+        "layer_types": ["full_attention"] * 6,
+        "mask_token_id": 163838,
+        "max_position_embeddings": 262144,
+        "max_window_layers": 6,
+        "model_type": "qwen3",
+        "num_attention_heads": 64,
+        "num_hidden_layers": 6,
+        "num_key_value_heads": 8,
+        "num_target_layers": 61,
+        "rms_norm_eps": 1e-05,
+        "rope_scaling": yarn,
+        "rope_theta": 50000.0,
+        "sliding_window": None,
+        "tie_word_embeddings": False,
+        "transformers_version": "4.57.1",
+        "use_cache": True,
+        "use_sliding_window": False,
+        "vocab_size": 163840,
+    }
+    want = DFlashConfig.from_json(PUBLISHED_DRAFTER)
+    assert DFlashConfig.from_json(values) == want
+    # As ModelOpt exports one with a window.
+    values["dflash_config"] |= {"use_swa": True, "swa_window_size": 2048, "causal": False}
+    got = DFlashConfig.from_json({**values, "sliding_window": 2048, "use_sliding_window": None})
+    assert got == want.with_window(2048)
+
+
 @pytest.mark.parametrize("path", sorted(_GOLDEN.rglob("config.json")), ids=str)
 def test_folders_of_the_methods_authors(path):
     values = json.loads(path.read_text())
@@ -172,6 +215,15 @@ def test_a_key_that_is_read_can_be_ignored_too():
     assert got == KimiK26Config.from_json(TARGET)
     with pytest.raises(ValueError, match="'hidden_size' is missing"):
         KimiK26Config.from_json(TARGET, ignore=("hidden_size",))
+    # One key need not be a list, and is no part of another.
+    assert KimiK26Config.from_json({**TARGET, "a": 1}, ignore="a") == KimiK26Config.from_json(
+        TARGET
+    )
+    with pytest.raises(ValueError, match="'a': not understood"):
+        KimiK26Config.from_json({**TARGET, "a": 1}, ignore="ab")
+    wrapped = {"model_type": "kimi_k25", "text_config": {**values, "a": 1}}
+    got = KimiK26Config.from_json(wrapped, ignore=["text_config.rope_scaling.truncate", "a"])
+    assert got == KimiK26Config.from_json(TARGET)
 
 
 def test_a_wrapper_may_repeat_its_text_config():

@@ -69,6 +69,14 @@ def layers_of(changes, nested=()):
             },
             [(False, 40)] * 3,
         ),
+        (
+            {"use_swa": True, "swa_window_size": 40, "use_sliding_window": False},
+            [(False, 40)] * 3,
+        ),
+        (
+            {"use_swa": True, "swa_window_size": 40, "draft_window_size": 30},
+            [(False, 30)] * 3,
+        ),
         ({"use_swa": False, "swa_window_size": 40}, [(False, None)] * 3),
     ],
 )
@@ -85,10 +93,18 @@ def test_windows(changes, want):
             "sliding_window is 40, but neither layer_types nor use_sliding_win",
         ),
         ({"use_sliding_window": True}, "'sliding_window' is missing"),
+        (
+            {"use_sliding_window": True, "sliding_window": 40, "max_window_layers": 28},
+            "use_sliding_window is true, but max_window_layers 28 leaves none of 3 layers to slide",
+        ),
         ({"use_sliding_window": "yes"}, "use_sliding_window must be true or false, not 'yes'"),
         (
             {"layer_types": [SLIDING] * 3, "sliding_window": 4, "use_sliding_window": False},
             "use_sliding_window is false, but layer_types has sliding_attention",
+        ),
+        (
+            {"use_swa": True, "swa_window_size": 4, "sliding_windows": [4, 4, 4]},
+            "sliding_windows contradicts use_swa",
         ),
         ({"sliding_windows": [4]}, "sliding_windows names 1 layers of 3"),
         ({"sliding_windows": [4, 4, "4"]}, "sliding_windows must be a whole number, not '4'"),
@@ -124,7 +140,7 @@ def test_layers_that_slide_in_qwen3(rng, number):
     values = {
         "use_sliding_window": bool(rng.integers(2)),
         "sliding_window": 40,
-        "max_window_layers": int(rng.integers(0, 5)),
+        "max_window_layers": int(rng.integers(0, 3)),  # with 3 none would slide, which is refused
     }
     if rng.integers(2):
         values["layer_types"] = [SLIDING if i else FULL for i in rng.integers(0, 2, 3)]
@@ -133,6 +149,14 @@ def test_layers_that_slide_in_qwen3(rng, number):
     theirs = transformers.Qwen3Config(num_hidden_layers=3, **values)
     want = [theirs.sliding_window if kind == SLIDING else None for kind in theirs.layer_types]
     assert [window for _, window in layers_of(values)] == want
+
+
+@pytest.mark.parametrize("windows", [[9, 5], [9, None], [None, None], [7, 7]])
+def test_windows_are_saved(rng, tmp_path, windows):
+    drafter = random_drafter(rng, sliding_windows=windows, is_causal=False)
+    save_drafter(drafter, tmp_path)
+    got = DFlashConfig.from_json(tmp_path)
+    assert got == drafter.config and [layer.window for layer in got.layers] == windows
 
 
 def test_a_window_by_argument(rng, tmp_path):

@@ -18,8 +18,9 @@ from flax import nnx
 from safetensors.numpy import save_file
 
 from . import quantization
-from .config import DFlashConfig, KimiK26Config
-from .dflash import DFlashDrafter
+from .deepseek_v3.config import KimiK26Config
+from .dflash.config import DFlashConfig
+from .dflash.model import DFlashDrafter
 from .kimi_k26 import KimiK26
 from .layout import Rule, drafter_rules, target_rules
 from .rope import RopeConfig

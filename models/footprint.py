@@ -5,21 +5,23 @@ from __future__ import annotations
 import dataclasses
 import math
 import os
-import re
 
 import jax.numpy as jnp
 from flax import nnx
 
 from .checkpoint import check_pair, param_dtype_argument
-from .config import LATENT_DIM, ROPE_DIM, DFlashConfig, KimiK26Config, read_json
-from .dflash import DFlashDrafter
+from .common.fields import read_json
+from .counts import check_layers
+from .deepseek_v3.config import LATENT_DIM, ROPE_DIM, KimiK26Config
+from .dflash.config import DFlashConfig
+from .dflash.model import DFlashDrafter
 from .kimi_k26 import KimiK26, latent_cache_dtype
 from .layers import float_dtype
 from .layout import FP8, Path, target_rules
+from .names import canonical, layer_of
 from .sharding import logical_axes
 from .tensors import INDEX, read_index
 
-_LAYER = re.compile(r"(?:language_model\.|model\.)*layers\.(\d+)\.")
 #: Bytes a device keeps for activations, prefill and the runtime itself.
 RESERVE = 4 * 10**9
 
@@ -158,14 +160,12 @@ def _is_expert(path: Path) -> bool:
 
 
 def _check_index(folder: str | os.PathLike, config: KimiK26Config):
-    names = read_index(folder)
-    if names is None:
+    stored = read_index(folder)
+    if stored is None:
         return
-    found = [int(layer[1]) + 1 for layer in map(_LAYER.match, names) if layer]
-    layers, have = config.num_hidden_layers, max(found, default=0)
+    names = [name for name in map(canonical, stored) if name is not None]
+    layers = {layer for layer in map(layer_of, names) if layer is not None}
     # Layers for multi-token prediction come after the others, if at all.
-    if have not in (layers, layers + config.num_nextn_predict_layers):
-        raise ValueError(
-            f"{os.path.join(folder, INDEX)}: tensors of {have} layers, but config.json has {layers}; "
-            "config and weights do not belong together"
-        )
+    last = config.num_hidden_layers
+    layers -= set(range(last, last + config.num_nextn_predict_layers))
+    check_layers(os.path.join(folder, INDEX), layers, last)

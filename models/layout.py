@@ -11,8 +11,8 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from flax import nnx
 
-from . import fp8
-from .config import KimiK26Config
+from . import fp8, quantization
+from .deepseek_v3.config import KimiK26Config
 
 FLOAT = ("BF16", "F32", "F16")  # safetensors' names of the dtypes that a float tensor may have
 FP8 = "F8_E4M3"
@@ -62,7 +62,7 @@ def target_rules(target: nnx.Module, names: frozenset[str] = frozenset()) -> lis
     Args:
       target: the model.
       names: canonical names that the checkpoint holds; they decide between float experts stored one
-        by one and stacked.
+        by one and stacked, and whether there are indices of groups to check.
     """
     config = target.config
     # A linear layer of an fp8 folder may be left in floats: which are is in no config.
@@ -85,22 +85,22 @@ def target_rules(target: nnx.Module, names: frozenset[str] = frozenset()) -> lis
             else:
                 rules.append(_experts(path, shape, "weight", FLOAT))
         elif last in _EXPERT_TENSORS:
-            rules.append(_experts(path, shape, *_EXPERT_TENSORS[last]))
+            rules.append(_experts(path, shape, *_EXPERT_TENSORS[last], names))
         else:
             dtypes = linear if "_proj" in path[-2] else FLOAT
             rules.append(_plain(path, shape, "" if path[0] == "lm_head" else "model.", dtypes))
     return rules
 
 
-#: Suffix and dtype of the tensors, one an expert and matrix, that a stacked parameter is made of.
+#: Suffix and dtypes of the tensors, one an expert and matrix, that a stacked parameter is made of.
 _EXPERT_TENSORS = {
-    f"{part}_{held}": (suffix, (dtype,))
+    f"{part}_{held}": (suffix, dtypes)
     for part in ("gate_up", "down")
-    for held, suffix, dtype in (
-        ("packed", "weight_packed", "I32"),
-        ("scale", "weight_scale", "BF16"),
-        ("fp8", "weight", FP8),
-        ("scale_inv", "weight_scale_inv", "F32"),
+    for held, suffix, dtypes in (
+        ("packed", "weight_packed", ("I32",)),
+        ("scale", "weight_scale", FLOAT),
+        ("fp8", "weight", (FP8,)),
+        ("scale_inv", "weight_scale_inv", ("F32",)),
     )
 }
 
@@ -149,7 +149,13 @@ def _latent_up(path: Path, config: KimiK26Config, dtypes: tuple[str, ...]) -> Ru
     return Rule(((*path, "k_up"), (*path, "v_up")), (source,), load=load, save=save)
 
 
-def _experts(path: Path, shape: tuple[int, ...], suffix: str, dtypes: tuple[str, ...]) -> Rule:
+def _experts(
+    path: Path,
+    shape: tuple[int, ...],
+    suffix: str,
+    dtypes: tuple[str, ...],
+    stored: frozenset[str] = frozenset(),
+) -> Rule:
     """Stacks the experts' tensors, gate and up one above the other."""
     count, rows, columns = shape
     parts = ("gate_proj", "up_proj") if path[-1].startswith("gate_up") else ("down_proj",)
@@ -166,6 +172,9 @@ def _experts(path: Path, shape: tuple[int, ...], suffix: str, dtypes: tuple[str,
     constants = {}
     if suffix == "weight_packed":
         constants = {f"{name}.weight_shape": (each, columns * 8) for name in names}
+        # The group of each input, where it is stored: served are groups that lie side by side.
+        groups = tuple(i // quantization.GROUP for i in range(columns * quantization.PER_WORD))
+        constants |= {k: groups for k in (f"{n}.weight_g_idx" for n in names) if k in stored}
     sources = tuple(Source(f"{name}.{suffix}", (each, columns), dtypes) for name in names)
     return Rule((path,), sources, load=load, save=save, constants=constants)
 

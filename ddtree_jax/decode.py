@@ -326,6 +326,7 @@ def verify_round(
     target, drafter, state: DecodeState, tree: DraftTree, config: DecodeConfig
 ) -> tuple[DecodeState, AcceptedPath]:
     """Verifies a tree and keeps the path that the target agrees with."""
+    check_models(target, drafter, config)
     _checks.instance("tree", tree, DraftTree)
     cached = state.lengths - 1
     taps = () if drafter is None else drafter.taps

@@ -174,10 +174,12 @@ def _scaled(logits, temperature):
     """What softmax(logits / temperature) is a softmax of: at most 0, and 0 for the most probable token.
 
     Logits far below it become -inf, and none of these steps overflows upwards, whatever the logits and however hot or
-    cold. Halves, so that the difference of two of float32's largest numbers is one as well.
+    cold. In sixteenths, so that the difference of two of float32's largest numbers is one as well, and the reciprocal
+    of the hottest temperature is none of those that count as 0.
     """
     largest = jnp.max(logits, axis=-1, keepdims=True)
-    return (0.5 * logits - 0.5 * largest) / (0.5 * jnp.maximum(temperature, COLDEST))
+    inverse = 1 / (jnp.maximum(temperature, COLDEST) / 16)
+    return (logits / 16 - largest / 16) * inverse
 
 
 def _largest(scores: jax.Array, vocab_is_split: bool) -> tuple[jax.Array, jax.Array]:

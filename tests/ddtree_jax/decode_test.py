@@ -169,6 +169,26 @@ def test_logits_that_are_not_finite_end_their_request_alone(rng, mode):
     _check(result, table, tokens, lengths, config)
 
 
+def test_settings_at_the_ends_of_float32(rng):
+    target, drafter = random_pair(rng)
+    tokens, lengths = _prompts(rng, 2, 4, target.vocab_size)
+    for options in (dict(top_p=1e-38), dict(top_p=5e-324), dict(temperature=1e-5, top_p=0.5)):
+        options = {"temperature": 1.0, **options}
+        config = DecodeConfig(max_new_tokens=9, budget=4, **options)
+        result = decode(target, drafter, tokens, lengths, config=config)
+        _check(result, np.asarray(target.table), tokens, lengths, config)
+    # As hot as can be, the tokens that are there at all are alike, and others never come.
+    table = np.zeros((9, 9), np.float32)
+    table[:, 5:] = -np.inf
+    hot = DecodeConfig(mode="ar", max_new_tokens=200, temperature=float(np.finfo(np.float32).max))
+    target = MarkovTarget(jnp.asarray(table))
+    result = decode(target, None, np.int32([[1]]), np.int32([1]), config=hot)
+    assert FinishReason(int(result.finish_reason[0])) == FinishReason.LENGTH
+    # Simulated, 1 in 10^9 right samplers has a count outside.
+    counts = np.bincount(np.asarray(result.tokens)[0, 1:], minlength=9)
+    assert np.all(counts[5:] == 0) and np.all((counts[:5] > 8) & (counts[:5] < 85)), counts
+
+
 # A curve under which drafts of this random pair sometimes pay and sometimes do not.
 CURVE = CostCurve(nodes=(1, 4, 9), verify=(1.0, 1.1, 1.3), draft=0.5)
 
@@ -323,7 +343,10 @@ def test_loop_has_no_cache_copy_and_shows_the_primitives(rng):
         (dict(budget=1.5), "budget"),
         (dict(max_new_tokens=-1), "max_new_tokens"),
         (dict(temperature=-0.1), "temperature"),
-        (dict(temperature=float("nan")), "temperature"),
+        (dict(temperature=float("nan")), "temperature must be finite in float32"),
+        (dict(temperature=float("inf")), "temperature must be finite in float32"),
+        (dict(temperature=3.5e38), r"temperature must be finite in float32, at most 3.4e\+38"),
+        (dict(adaptive=1), "adaptive must be True or False, not 1"),
         (dict(top_p=0.0), "top_p"),
         (dict(top_p=1.5), "top_p"),
         (dict(top_k=-2), "top_k"),

@@ -97,17 +97,31 @@ def test_large_scores(rng):
         np.testing.assert_allclose(got, want, rtol=1e-3, atol=1e-3)
 
 
-@needs_kernel
-def test_what_nobody_sees_is_not_read(rng):
-    """NaN in rows past those in use, and in the columns of another request."""
-    query, keys, values, near_keys, near_values, visible = _operands(rng, 2, 8, 4, 2, 100, 64)
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("dtype, dim", [("float32", 64), ("float32", 257), ("bfloat16", 64)])
+def test_what_nobody_sees_is_not_read(rng, dtype, dim, bad):
+    """Rows past those in use, slots that are seen by none, and the columns of another request; kernel and XLA."""
+    query, keys, values, near_keys, near_values, visible = _operands(rng, 2, 8, 4, 2, 100, dim)
     visible[:, :, 70:100] = False
-    want = np.asarray(draft_attn(query, keys, values, near_keys, near_values, visible))
-    keys[:, :, 70:], values[:, :, 70:] = np.nan, np.nan
+    visible[:, :, 103] = False
+    visible[:, 3, 0] = True
+
+    def run(attend):
+        floats = (jnp.asarray(x, dtype) for x in (query, keys, values, near_keys, near_values))
+        return np.asarray(attend(*floats, visible), np.float32)
+
+    ways = draft_attn, lambda *operands: draft_attention._plain(*operands)[0]
+    wanted = [run(attend) for attend in ways]
+    exact = _float64(query, keys, values, near_keys, near_values, visible)
+    for want in wanted:
+        np.testing.assert_allclose(want, exact, atol=1e-5 if dtype == "float32" else 0.05)
+    keys[:, :, 70:], values[:, :, 70:] = bad, bad
+    near_keys[:, 3], near_values[:, 3] = bad, bad
     keys[1], near_values[1] = np.nan, np.nan
-    got = np.asarray(draft_attn(query, keys, values, near_keys, near_values, visible))
-    np.testing.assert_array_equal(got[0], want[0])
-    assert np.all(np.isnan(got[1]))
+    for attend, want in zip(ways, wanted, strict=True):
+        got = run(attend)
+        np.testing.assert_array_equal(got[0], want[0])
+        assert np.all(np.isnan(got[1]))
 
 
 @needs_kernel

@@ -102,10 +102,66 @@ def test_drawn_tokens(rng):
     got = target_tokens(logits, depths, positions, keys, temperature=0.5)
     noise = sampling.position_noise(keys, positions[:, None] + np.arange(8, dtype=np.int32), 512)
     noise = np.take_along_axis(np.asarray(noise), depths[..., None], axis=1)
-    np.testing.assert_array_equal(got, _expected(logits / np.float32(0.5) + noise, logits))
+    with np.errstate(invalid="ignore"):
+        scores = (logits - logits.max(-1, keepdims=True)) / np.float32(0.5) + noise
+    np.testing.assert_array_equal(got, _expected(scores, logits))
     bounded = target_tokens(logits, depths, positions, keys, temperature=0.5, top_k=1)
     known = np.sum(logits == logits.max(-1, keepdims=True), axis=-1) <= 1
     np.testing.assert_array_equal(bounded[known], _expected(logits, logits)[known])
+
+
+def test_each_request_has_its_temperature(rng):
+    logits = _logits(rng, 4, 12, 512)
+    depths, positions, keys = _rest(rng, 4, 12)
+    temperatures = np.float32([0.5, 0, 9e-6, 30])
+    got = np.asarray(_tokens(logits, depths, positions, keys, temperature=temperatures))
+    for b, temperature in enumerate(temperatures):
+        one = slice(b, b + 1)
+        alone = target_tokens(
+            logits[one], depths[one], positions[one], keys[one], temperature=float(temperature)
+        )
+        np.testing.assert_array_equal(alone[0], got[b])
+    np.testing.assert_array_equal(got[1:3], _expected(logits, logits)[1:3])
+
+
+@pytest.mark.parametrize("top_p", [1e-37, 1.2e-38, 1e-38, 1e-45, 1e-300, 5e-324])
+def test_a_share_next_to_nothing_leaves_the_most_probable(rng, top_p):
+    logits = np.float32([[1, 5, 2, -np.inf], [3, 3, 0, 1], [-2, -9, -np.inf, -2]])
+    kept = np.isfinite(sampling.filter_logits(logits, top_p=top_p))
+    want = [[0, 1, 0, 0], [1, 1, 0, 0], [1, 0, 0, 1]]
+    np.testing.assert_array_equal(kept, np.array(want, bool))
+    kept = np.isfinite(sampling.filter_logits(logits, top_k=2, top_p=top_p))
+    np.testing.assert_array_equal(kept, np.array(want, bool))
+
+
+@pytest.mark.parametrize("top_p", [1 - 1e-9, 1.0])
+def test_a_share_that_float32_takes_for_all_keeps_all(rng, top_p):
+    logits = np.sort(rng.normal(size=(64, 4096)).astype(np.float32) * 8)
+    assert np.all(np.isfinite(sampling.filter_logits(logits, top_p=top_p)))
+
+
+def test_zeros_of_either_sign_tie():
+    logits = np.float32([[-0.0, 0.0, -1]])
+    for options in (dict(top_k=1), dict(top_p=0.4)):
+        kept = np.isfinite(sampling.filter_logits(logits, **options))
+        assert kept.tolist() == [[True, True, False]]
+
+
+def test_no_sound_logits_overflow(rng):
+    """Of any size and at any temperature, what is drawn is what float64 says."""
+    largest = np.finfo(np.float32).max
+    logits = np.zeros((1, 8, 6), np.float32)
+    logits[0, :4] = np.array([1, 0.25, -0.5, -1, -np.inf, 0.9], np.float32) * largest
+    logits[0, 4:] = np.float32([1, 2, 3, -np.inf, 2.5, -30])
+    depths, positions, keys = _rest(rng, 1, 8)
+    noise = sampling.position_noise(keys, positions[:, None] + np.arange(8, dtype=np.int32), 6)
+    noise = np.take_along_axis(np.asarray(noise), depths[..., None], axis=1).astype(np.float64)
+    for temperature in (0.0, 1e-45, 1e-38, 9e-6, 1e-5, 1.0, 1e30, 1e38, float(largest)):
+        got = target_tokens(logits, depths, positions, keys, temperature=temperature)
+        scores = logits.astype(np.float64)
+        if temperature >= 1e-5:
+            scores = scores / temperature + noise
+        np.testing.assert_array_equal(got, scores.argmax(-1), str(temperature))
 
 
 @pytest.mark.parametrize("split, reads", [(False, 1), (True, 2)])

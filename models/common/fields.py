@@ -136,10 +136,10 @@ class Fields:
         left = [k for k, value in self.values.items() if k not in self._known and value is not None]
         if left:
             names = [self.name(key) for key in left]
-            ignored = " ".join(f"--ignore_config {name}" for name in names[:_SHOWN])
+            option = f"--ignore_config {names[0] if len(names) == 1 else 'with each of them'}"
             raise ValueError(
                 f"{self.where}: {some(names)}: not understood, and it could change results; if it "
-                f"does not, pass {ignored}"
+                f"does not, pass {option}"
             )
 
     def _convert(self, key: str, default: Any, convert) -> Any:

@@ -27,7 +27,8 @@ def read_rope(fields: Fields) -> RopeConfig:
     inner = Fields({}, fields.where) if name is None else found[name]
     if name == "rope_scaling" and fields.get("rope_theta") is None:
         _refuse_theta_elsewhere(fields, inner, found["rope_parameters"])
-    if not any(isinstance(value, Mapping) for value in inner.values.values()):
+    keyed = inner.values and all(isinstance(value, Mapping) for value in inner.values.values())
+    if not keyed and inner.values.keys().isdisjoint(_LAYER_TYPES):
         return _read(inner, fields)
     read = {}
     for kind in inner.values:

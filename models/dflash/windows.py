@@ -65,6 +65,7 @@ def read_layers(fields: Fields, count: int) -> tuple[DraftLayer, ...]:
 
 def _windows(fields: Fields, count: int) -> list[int | None]:
     kinds = _kinds(fields, count)
+    switch = fields.flag("use_sliding_window", None)
     each = fields.list("sliding_windows", None)
     if each is not None:
         if len(each) != count:
@@ -76,8 +77,9 @@ def _windows(fields: Fields, count: int) -> list[int | None]:
         # All of layer_types full is what a writer that knows no windows leaves there.
         if kinds and any(kinds) and kinds != [window is not None for window in each]:
             raise fields.error("sliding_windows", "contradicts layer_types")
+        if switch is False and any(window is not None for window in each):
+            raise fields.error("sliding_windows", "contradicts use_sliding_window, which is false")
         return each
-    switch = fields.flag("use_sliding_window", None)
     if kinds is None:
         if switch is None and fields.get("sliding_window") is not None:
             raise fields.error(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import os
+from collections.abc import Collection
 
 import jax.numpy as jnp
 from flax import nnx
@@ -84,6 +85,7 @@ def footprint(
     dtype="bfloat16",
     param_dtype=None,
     cache_dtype=None,
+    ignore_config: Collection[str] = (),
 ) -> Footprint:
     """Computes it without reading a weight.
 
@@ -94,13 +96,14 @@ def footprint(
       param_dtype: of everything but packed experts, as `load_target` takes it; `dtype` by default. What is stored in
         bfloat16 is known from config.json, which speaks of all weights at once.
       cache_dtype: of the target's cache, `dtype` by default or "float8_e4m3fn".
+      ignore_config: keys of either config.json to take as absent, as `load_target` takes them.
 
     Raises:
       FileNotFoundError: no config.json.
       ValueError: a config.json or a dtype that `load_target` or `load_drafter` would refuse, or an index
         of another number of layers.
     """
-    config = KimiK26Config.from_json(target_path)
+    config = KimiK26Config.from_json(target_path, ignore=ignore_config)
     _check_index(target_path, config)
     dtype = float_dtype("dtype", dtype)
     param_dtype = param_dtype_argument(param_dtype)
@@ -120,7 +123,7 @@ def footprint(
     row = config.num_hidden_layers * (LATENT_DIM + ROPE_DIM) * latent
     drafter = 0
     if drafter_path is not None:
-        draft = DFlashConfig.from_json(drafter_path)
+        draft = DFlashConfig.from_json(drafter_path, ignore=ignore_config)
         check_pair(
             drafter_path, draft, config.hidden_size, config.vocab_size, config.num_hidden_layers
         )

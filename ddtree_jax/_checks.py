@@ -131,6 +131,9 @@ def layer_index(layer, layers: int) -> jax.Array:
         raise ValueError("cache must have at least one layer")
     if not isinstance(layer, jax.Array):
         return jnp.int32(between("layer", layer, 0, layers - 1))
+    if layer.dtype == jnp.int64:
+        # A loop's counter where 64-bit numbers are allowed; one outside stays outside.
+        layer = jnp.clip(layer, -1, layers).astype(jnp.int32)
     return array("layer", layer, (), jnp.int32)
 
 

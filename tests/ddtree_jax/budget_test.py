@@ -101,7 +101,8 @@ def test_text_is_the_targets_whatever_the_curve_and_rounds_follow_it(rng):
     lengths = np.int32([6, 2, 4])
 
     def rounds(**options):
-        config = DecodeConfig(max_new_tokens=40, stop_tokens=(3,), budget=19, **options)
+        given = dict(max_new_tokens=40, stop_tokens=(3,), adaptive=False)
+        config = DecodeConfig(budget=19, **given, **options)
         result = decode(target, drafter, tokens, lengths, config=config)
         texts = [
             follow(np.asarray(target.table), row[:length], 40, (3,))[0]

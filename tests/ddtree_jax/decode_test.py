@@ -101,7 +101,7 @@ def test_tree_with_spine_takes_no_more_rounds_than_the_chain(rng):
                     drafter,
                     tokens,
                     lengths,
-                    config=DecodeConfig(mode=mode, budget=7, max_new_tokens=50),
+                    config=DecodeConfig(mode=mode, budget=7, max_new_tokens=50, adaptive=False),
                 ).rounds[0]
             )
             for mode in MODES
@@ -331,7 +331,7 @@ def test_loop_has_no_cache_copy_and_shows_the_primitives(rng):
     # The prefill is a while loop too; the decode loop is the one that drafts.
     loops = [str(eqn.params["body_jaxpr"]) for eqn in jaxpr.eqns if eqn.primitive.name == "while"]
     wanted = ("draft_topk", "tree_build", "append_latents", "tree_accept", "commit_path")
-    assert any(all(f" {name}[" in body for name in wanted) for body in loops), loops
+    assert any(all(f" {name}" in body for name in wanted) for body in loops), loops
 
 
 @pytest.mark.parametrize(

@@ -47,6 +47,17 @@ def test_primitives(rng):
 
     _both(one_round, None, 0.07)
     _both(one_round, [3, 7], np.float64(0.07))
+
+    def every_layer(latents):
+        def write(layer, cache):
+            return ddtree_jax.append_latents(cache, latents, lengths, layer=layer)
+
+        return jax.lax.fori_loop(-1, 3, write, jnp.asarray(cache))
+
+    filled = _both(jax.jit(every_layer), query[:, :, 0])
+    for b, length in enumerate(lengths):
+        want = np.broadcast_to(query[b, :, 0], (2, budget + 1, 576))
+        np.testing.assert_array_equal(filled[:, b, length : length + budget + 1], want)
     _both(ddtree_jax.chain_tree, rng.integers(0, 9, (2, 40)), [40, 33])
 
 

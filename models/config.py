@@ -84,7 +84,7 @@ def read_json(path_or_dict: str | os.PathLike | Mapping[str, Any]) -> tuple[dict
         path = os.path.join(path, "config.json")
     if not os.path.isfile(path):
         raise FileNotFoundError(f"{path}: no such file; a checkpoint folder holds a config.json")
-    with open(path, encoding="utf-8") as file:
+    with open(path, encoding="utf-8-sig") as file:  # editors put a byte-order mark in front
         try:
             values = json.load(file)
         except (ValueError, RecursionError) as error:

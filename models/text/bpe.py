@@ -50,11 +50,7 @@ class BytePairs:
                 yield from self._encoding.encode_ordinary(piece)
 
     def decode(self, ids: list[int]) -> bytes:
-        """Bytes of `ids`.
-
-        Raises:
-          KeyError, OverflowError: an id that has no rank.
-        """
+        """Bytes of `ids`, each of which has a rank."""
         return self._encoding.decode_bytes(ids)
 
 

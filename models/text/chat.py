@@ -109,9 +109,10 @@ def check_reads(
             )
     if "content" not in template.words:
         return  # it does not take messages apart by name
+    known = template.words | {"role"}
     for i, message in enumerate(messages):
         for key, value in message.items():
-            if key not in template.words and value not in (None, False, "", [], {}):
+            if key not in known and value not in (None, False, "", [], {}):
                 raise ValueError(
                     f"message {i}: {template.where} does not read the key {key!r}; leave it out"
                 )

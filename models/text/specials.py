@@ -67,9 +67,9 @@ class SpecialTokens(Mapping[str, int]):
         self._ids = dict(named)
         self._names = {number: name for name, number in named.items()}
         self._shown = frozenset(self._ids[name] for name in shown if name in self._ids)
-        longest_first = sorted((name for name in self._ids if name), key=len, reverse=True)
-        self._named = re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
-        self._any = re.compile(f"{_RESERVED_NAME.pattern}|{self._named.pattern}")
+        self._lengths = sorted({len(name) for name in self._ids}, reverse=True)
+        begins = {name[:3] for name in (*self._ids, _RESERVED)}
+        self._begins = re.compile("|".join(map(re.escape, sorted(begins))))
 
     def __getitem__(self, name: str) -> int:
         if name in self._ids:
@@ -108,19 +108,26 @@ class SpecialTokens(Mapping[str, int]):
         Of names that begin at one character the longest is taken.
         """
         start = at = 0
-        while match := self._any.search(text, at):
-            if match[0] not in self:  # the pattern of a reserved name, but no such token
-                at = match.start()
-                match = self._named.match(text, at)
-                if match is None:
-                    at += 1
-                    continue
-            if match.start() > start:
-                yield text[start : match.start()], None
-            yield match[0], self[match[0]]
-            start = at = match.end()
+        while begins := self._begins.search(text, at):
+            at = begins.start()
+            name = self._longest(text, at)
+            if name is None:
+                at += 1
+                continue
+            if at > start:
+                yield text[start:at], None
+            yield name, self[name]
+            start = at = at + len(name)
         if start < len(text):
             yield text[start:], None
+
+    def _longest(self, text: str, at: int) -> str | None:
+        """The longest name that begins at `at`."""
+        own = (text[at : at + length] for length in self._lengths)
+        names = [next((name for name in own if name in self._ids), "")]
+        if match := _RESERVED_NAME.match(text, at):
+            names.append(match[0] if match[0] in self else "")
+        return max(names, key=len) or None
 
     def _is_reserved(self, number: int) -> bool:
         return self.first <= number < self.end and number not in self._names

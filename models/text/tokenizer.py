@@ -89,16 +89,17 @@ class Tokenizer:
     def decode_bytes(self, ids: Iterable[int], skip_special: bool = False) -> bytes:
         """Bytes of `ids`; the arguments are those of `decode`."""
         specials = self.special_ids
+        ids = [int(one) for one in ids]
+        for one in ids:
+            if not 0 <= one < specials.end:
+                raise ValueError(f"{self._source}: no token has the id {one}")
         pieces = []
-        for is_special, run in itertools.groupby(map(int, ids), lambda i: i >= specials.first):
+        for is_special, run in itertools.groupby(ids, lambda one: one >= specials.first):
             if not is_special:
-                pieces.append(self._decode_ranks(list(run)))
+                pieces.append(self._bytes.decode(list(run)))
                 continue
-            for one in run:
-                if one >= specials.end:
-                    raise ValueError(f"{self._source}: no token has the id {one}")
-                if not skip_special or specials.is_shown(one):
-                    pieces.append(specials.name(one).encode())
+            kept = (one for one in run if not skip_special or specials.is_shown(one))
+            pieces.extend(specials.name(one).encode() for one in kept)
         return b"".join(pieces)
 
     def stream_decoder(self, skip_special: bool = False) -> StreamDecoder:
@@ -206,12 +207,6 @@ class Tokenizer:
                     f"tools have no TypeScript form: {error}; the template gets JSON", stacklevel=3
                 )
         return template, {**context, **extra}
-
-    def _decode_ranks(self, ids: list[int]) -> bytes:
-        try:
-            return self._bytes.decode(ids)
-        except (KeyError, OverflowError) as error:
-            raise ValueError(f"{self._source}: no token has the id {error}") from error
 
 
 class StreamDecoder:

@@ -74,7 +74,12 @@ class ChatTemplate:
             line = json.dumps(request, ensure_ascii=False).encode("utf-8", "surrogatepass")
         except (RecursionError, TypeError, ValueError) as error:
             raise ValueError(f"{self.where}: its variables are no JSON ({error})") from error
-        answer = _ask(line + b"\n")
+        try:
+            answer = _ask(line + b"\n")
+        except OSError as error:
+            raise ValueError(
+                f"{self.where}: the process that renders the chat template cannot be run ({error})"
+            ) from error
         if "error" in answer:
             raise ValueError(f"{self.where}: the chat template failed: {answer['error']}")
         self._variables = frozenset(answer["variables"])
@@ -105,7 +110,11 @@ class _Process:
         return self._popen.poll() is None
 
     def ask(self, line: bytes) -> bytes | None:
-        """The answer's line, or None where the process died of the question."""
+        """The answer's line, or None where the process died of the question.
+
+        Raises:
+          TimeoutError: neither within `_WALL_SECONDS`.
+        """
         deadline = time.monotonic() + _WALL_SECONDS
         left, answer = memoryview(line), bytearray()
         with selectors.DefaultSelector() as selector:
@@ -114,7 +123,7 @@ class _Process:
             while not answer.endswith(b"\n"):
                 ready = selector.select(max(0.0, deadline - time.monotonic()))
                 if not ready:
-                    return None
+                    raise TimeoutError
                 for key, _ in ready:
                     if key.fileobj is self._popen.stdout:
                         piece = os.read(key.fd, 2**20)
@@ -130,18 +139,22 @@ class _Process:
                         selector.unregister(self._popen.stdin)
         return bytes(answer)
 
-    def end(self) -> int | None:
-        """Ends it and gives its status; None where it had to be ended."""
+    def status(self) -> int:
+        """Its exit status, when it has died of a question."""
+        return self._popen.wait(_WALL_SECONDS)
+
+    def end(self):
+        """Ends it, whatever it does."""
         self._popen.stdin.close()
-        try:
-            # One that died closed its end before it can be waited for.
-            status = self._popen.wait(0.5)
-        except subprocess.TimeoutExpired:
-            self._popen.kill()
-            self._popen.wait()
-            status = None
+        self._popen.kill()
+        self._popen.wait()
         self._popen.stdout.close()
-        return status
+
+    def leave(self):
+        """Lets go of it in a fork of the process that it belongs to."""
+        self._popen.stdin.close()
+        self._popen.stdout.close()
+        self._popen.returncode = 0  # it is not this process's to wait for
 
 
 _lock = threading.Lock()
@@ -152,23 +165,23 @@ def _ask(line: bytes) -> dict[str, Any]:
     global _process
     with _lock:
         if _process is not None and not _process.is_alive():
-            _process.end()
-            _process = None
+            _end()
         if _process is None:
             _process = _Process()
-        answer = None
+        answer, status = None, None
         try:
             answer = _process.ask(line)
-        finally:  # interrupted, its answer would be the next question's
             if answer is None:
-                status = _process.end()
-                _process = None
+                status = _process.status()
+        except (TimeoutError, subprocess.TimeoutExpired):
+            return {"error": f"no answer within {_WALL_SECONDS:g} seconds"}
+        finally:
+            if answer is None:  # interrupted, its answer would be the next question's
+                _end()
     if answer is not None:
         return json.loads(answer.decode("utf-8", "surrogatepass"))
     if status == -signal.SIGPROF:
-        return {"error": f"it does not end within {_CPU_SECONDS:.0f} seconds"}
-    if status is None:
-        return {"error": f"no answer within {_WALL_SECONDS:.0f} seconds"}
+        return {"error": f"it does not end within {_CPU_SECONDS:g} seconds"}
     return {"error": f"the process that renders it ended with status {status}"}
 
 
@@ -184,7 +197,9 @@ def _forget():
     """A fork starts a process of its own: two would read each other's answers."""
     global _lock, _process
     _lock = threading.Lock()
-    _process = None
+    if _process is not None:
+        _process.leave()
+        _process = None
 
 
 os.register_at_fork(after_in_child=_forget)

@@ -23,6 +23,7 @@ from .template import ChatTemplate
 
 _ROLES = frozenset({"assistant", "developer", "function", "system", "tool", "user"})
 _OWN = ("messages", "tools", "thinking", "add_generation_prompt")
+_DEPTH = 100  # JSON within JSON; a tool's schema has about ten
 
 
 def check_messages(messages: Any) -> list[dict[str, Any]]:
@@ -199,20 +200,19 @@ def _texts(parts: Sequence[Any], where: str) -> Iterator[str]:
         yield part["text"]
 
 
-def _plain(value: Any, where: str) -> Any:
+def _plain(value: Any, where: str, depth: int = _DEPTH) -> Any:
     """A copy in dicts and lists."""
     if value is None or isinstance(value, str | bool | int | float):
         return value
-    try:
-        if isinstance(value, Mapping):
-            for key in value:
-                if not isinstance(key, str):
-                    raise ValueError(f"{where}: a key must be a string, not {key!r}")
-            return {key: _plain(one, where) for key, one in value.items()}
-        if isinstance(value, Sequence) and not isinstance(value, bytes):
-            return [_plain(one, where) for one in value]
-    except RecursionError as error:
-        raise ValueError(f"{where}: it nests too deeply") from error
+    if depth == 0:
+        raise ValueError(f"{where}: it nests deeper than {_DEPTH} levels")
+    if isinstance(value, Mapping):
+        for key in value:
+            if not isinstance(key, str):
+                raise ValueError(f"{where}: a key must be a string, not {key!r}")
+        return {key: _plain(one, where, depth - 1) for key, one in value.items()}
+    if isinstance(value, Sequence) and not isinstance(value, bytes):
+        return [_plain(one, where, depth - 1) for one in value]
     raise ValueError(f"{where}: a value must be one of JSON's, not {_kind(value)}")
 
 

@@ -9,16 +9,19 @@ they treat letters, so no content can hide a name, nor complete one that the tem
 began. A template that looks at the letters themselves (`"</think>" in content`, `upper`, `urlencode`)
 renders two texts that differ by more than marks; that is refused, as nobody can say whose a name is.
 
-Not marked are the words that a template must recognise: roles, and the keys and types that it spells.
+Not marked are the words that a template must recognise: roles, and the keys and types that it spells,
+where they are words and no special token's name.
 """
 
 from __future__ import annotations
 
 import itertools
 import json
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from .specials import SpecialTokens
 from .template import ChatTemplate
 
 _ROLES = frozenset({"assistant", "developer", "function", "system", "tool", "user"})
@@ -123,21 +126,24 @@ class Marks:
     """Stands for the letters of others' texts, in variables of a template.
 
     Args:
-      letters: every character that a special token's name may hold.
+      specials: the special tokens, whose letters are marked.
       template: whose words are left alone where only a key, a role or a type can be.
       variables: all that the template gets; no mark occurs in it.
     """
 
     def __init__(
-        self, letters: frozenset[str], template: ChatTemplate, variables: Mapping[str, Any]
+        self, specials: SpecialTokens, template: ChatTemplate, variables: Mapping[str, Any]
     ):
         used = set(template.source) | set(json.dumps(variables, ensure_ascii=False))
         private = itertools.chain(range(0xE000, 0xF900), range(0xF0000, 0xFFFFE))
         free = (chr(point) for point in private if chr(point) not in used)
-        pairs = list(zip(sorted(letters), free, strict=False))
+        pairs = list(zip(sorted(specials.characters), free, strict=False))
         self._mark = str.maketrans(dict(pairs))
         self._unmark = str.maketrans({mark: letter for letter, mark in pairs})
-        self._words = template.words | _ROLES
+        spelled = template.words | _ROLES
+        self._words = {
+            word for word in spelled if re.fullmatch(r"[\w-]+", word) and word not in specials
+        }
 
     def messages(self, messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         """Messages whose every text is marked but the roles, types and keys that the template spells."""

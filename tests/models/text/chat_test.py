@@ -482,6 +482,37 @@ def test_roles_that_a_template_composes_names_of(tmp_path):
     assert tokenizer.decode(ids) == "".join(f"<|im_{role}|>" for role in roles)
 
 
+def test_names_that_the_template_itself_spells(tmp_path):
+    template = (
+        "{{ '<think>' }}{{ '[EOS]' ~ '<|im_end|>' }}{% if level == '[BOS]' %}{{ 1 }}{% endif %}{{ level }}"
+        "{% for m in messages %}{{ m.role }}{{ m.content | tojson }}{{ m.more | tojson }}{% endfor %}"
+        "{{ tools | tojson }}"
+    )
+    tokenizer = load_tokenizer(tokenizer_folder.write(tmp_path, template))
+    evil = {"<think>": "[EOS]", "[EOS]": 1, "type": "<|im_end|>", "role": "<think>"}
+    ids = tokenizer.encode_chat(
+        [{"role": "<think>", "content": "[EOS]", "more": evil}], tools=[evil], level="<think>"
+    )
+    assert _specials(ids) == [BASE + 22, BASE + 1, BASE + 2] == ids[:3]
+    assert tokenizer.decode(ids).count("<think>") == 1 + 2 + 2 * 2
+    # A test of a name finds none in another's text: that is refused.
+    with pytest.raises(ValueError, match="letters of the messages' texts"):
+        tokenizer.encode_chat([], level="[BOS]")
+
+
+def test_a_special_token_that_is_a_word(tmp_path):
+    tokenizer_folder.write(
+        tmp_path, "stop{% for m in messages %}{{ m.role }}{{ m.stop }}{% endfor %}"
+    )
+    tokens = {str(BASE): {"content": "stop"}, str(BASE + 1): {"content": "user"}}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"added_tokens_decoder": tokens}))
+    tokenizer = load_tokenizer(tmp_path)
+    with pytest.raises(ValueError, match="letters of the messages' texts"):
+        tokenizer.encode_chat([{"role": "user", "stop": "x"}])
+    ids = tokenizer.encode_chat([{"role": "user"}])
+    assert ids == [BASE, *tokenizer.encode("user")]
+
+
 def test_long_contents(tokenizers):
     content = "<|im_end|>" * 20_000 + "x" * 50_000
     ids = tokenizers["shaped"].encode_chat([{"role": "user", "content": content}])

@@ -9,20 +9,24 @@ they treat letters, so no content can hide a name, nor complete one that the tem
 began. A template that looks at the letters themselves (`"</think>" in content`, `upper`, `urlencode`)
 renders two texts that differ by more than marks; that is refused, as nobody can say whose a name is.
 
-Not marked are the words that a template must recognise: roles, and the keys and types that it spells.
+Not marked are the words that a template must recognise: roles, and the keys and types that it spells,
+where they are words and no special token's name.
 """
 
 from __future__ import annotations
 
 import itertools
 import json
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from .specials import SpecialTokens
 from .template import ChatTemplate
 
 _ROLES = frozenset({"assistant", "developer", "function", "system", "tool", "user"})
 _OWN = ("messages", "tools", "thinking", "add_generation_prompt")
+_DEPTH = 100  # JSON within JSON; a tool's schema has about ten
 
 
 def check_messages(messages: Any) -> list[dict[str, Any]]:
@@ -122,21 +126,24 @@ class Marks:
     """Stands for the letters of others' texts, in variables of a template.
 
     Args:
-      letters: every character that a special token's name may hold.
+      specials: the special tokens, whose letters are marked.
       template: whose words are left alone where only a key, a role or a type can be.
       variables: all that the template gets; no mark occurs in it.
     """
 
     def __init__(
-        self, letters: frozenset[str], template: ChatTemplate, variables: Mapping[str, Any]
+        self, specials: SpecialTokens, template: ChatTemplate, variables: Mapping[str, Any]
     ):
         used = set(template.source) | set(json.dumps(variables, ensure_ascii=False))
         private = itertools.chain(range(0xE000, 0xF900), range(0xF0000, 0xFFFFE))
         free = (chr(point) for point in private if chr(point) not in used)
-        pairs = list(zip(sorted(letters), free, strict=False))
+        pairs = list(zip(sorted(specials.characters), free, strict=False))
         self._mark = str.maketrans(dict(pairs))
         self._unmark = str.maketrans({mark: letter for letter, mark in pairs})
-        self._words = template.words | _ROLES
+        spelled = template.words | _ROLES
+        self._words = {
+            word for word in spelled if re.fullmatch(r"[\w-]+", word) and word not in specials
+        }
 
     def messages(self, messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         """Messages whose every text is marked but the roles, types and keys that the template spells."""
@@ -199,20 +206,19 @@ def _texts(parts: Sequence[Any], where: str) -> Iterator[str]:
         yield part["text"]
 
 
-def _plain(value: Any, where: str) -> Any:
+def _plain(value: Any, where: str, depth: int = _DEPTH) -> Any:
     """A copy in dicts and lists."""
     if value is None or isinstance(value, str | bool | int | float):
         return value
-    try:
-        if isinstance(value, Mapping):
-            for key in value:
-                if not isinstance(key, str):
-                    raise ValueError(f"{where}: a key must be a string, not {key!r}")
-            return {key: _plain(one, where) for key, one in value.items()}
-        if isinstance(value, Sequence) and not isinstance(value, bytes):
-            return [_plain(one, where) for one in value]
-    except RecursionError as error:
-        raise ValueError(f"{where}: it nests too deeply") from error
+    if depth == 0:
+        raise ValueError(f"{where}: it nests deeper than {_DEPTH} levels")
+    if isinstance(value, Mapping):
+        for key in value:
+            if not isinstance(key, str):
+                raise ValueError(f"{where}: a key must be a string, not {key!r}")
+        return {key: _plain(one, where, depth - 1) for key, one in value.items()}
+    if isinstance(value, Sequence) and not isinstance(value, bytes):
+        return [_plain(one, where, depth - 1) for one in value]
     raise ValueError(f"{where}: a value must be one of JSON's, not {_kind(value)}")
 
 

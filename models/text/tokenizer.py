@@ -140,7 +140,7 @@ class Tokenizer:
         template, context = self._context(
             messages, tools, thinking, add_generation_prompt, variables
         )
-        marks = chat.Marks(self.special_ids.characters, template, context)
+        marks = chat.Marks(self.special_ids, template, context)
         own = {"messages": marks.messages(context["messages"])}
         for name in ("tools", "tools_ts_str", *variables):
             if name in context:

@@ -3,6 +3,7 @@
 import json
 import warnings
 
+import demo_model
 import hypothesis
 import pytest
 import tokenizer_folder
@@ -240,6 +241,10 @@ def test_byte_pairs_join_the_templates_text_and_the_messages(tmp_path):
     )
 
 
+def test_the_demos_template_is_the_one_that_its_training_exports():
+    assert demo_model.CHAT_TEMPLATE == TEMPLATES["demo"]
+
+
 def test_the_demos_template():
     tokenizer = load_tokenizer(demo.TARGET)
     conversation = [
@@ -318,16 +323,29 @@ def test_what_is_no_message(tokenizers, conversation, message):
     assert message in str(error.value) and "\n" not in str(error.value)
 
 
-def test_nesting_without_end_is_one_line(tokenizers):
+@pytest.mark.parametrize("depth", [100, 10**5])
+def test_nesting_without_end_is_one_line(tokenizers, depth):
     deep = []
-    for _ in range(10**5):
+    for _ in range(depth):
         deep = [deep]
-    for conversation, variables in (
-        ([{"role": "user", "content": deep}], {}),
-        ([{"role": "user", "content": "x"}], {"preserve_thinking": deep}),
+    encode = tokenizers["shaped"].encode_chat
+    for call in (
+        lambda: encode([{"role": "user", "content": deep}]),
+        lambda: encode(USER, preserve_thinking=deep),
+        lambda: encode(USER, tools=[{"type": "function", "function": {"parameters": deep}}]),
     ):
-        with pytest.raises(ValueError, match="nests too deeply"):
-            tokenizers["shaped"].encode_chat(conversation, **variables)
+        with pytest.raises(ValueError, match="nests deeper than 100 levels$"):
+            call()
+
+
+def test_nesting_within_the_limit(tmp_path):
+    template = "{{ tools | tojson }}{{ messages[0].content }}"
+    tokenizer = load_tokenizer(tokenizer_folder.write(tmp_path, template))
+    deep = []
+    for _ in range(95):
+        deep = [deep]
+    ids = tokenizer.encode_chat(USER, tools=[{"a": deep}])
+    assert tokenizer.decode(ids) == '[{"a": ' + "[" * 96 + "]" * 96 + "}]x"
 
 
 def test_keys_that_say_nothing_are_fine(tokenizers):
@@ -462,6 +480,37 @@ def test_roles_that_a_template_composes_names_of(tmp_path):
     ids = tokenizer.encode_chat([{"role": role, "content": ""} for role in roles])
     assert _specials(ids) == [BASE + 3, BASE + 4, BASE + 10]
     assert tokenizer.decode(ids) == "".join(f"<|im_{role}|>" for role in roles)
+
+
+def test_names_that_the_template_itself_spells(tmp_path):
+    template = (
+        "{{ '<think>' }}{{ '[EOS]' ~ '<|im_end|>' }}{% if level == '[BOS]' %}{{ 1 }}{% endif %}{{ level }}"
+        "{% for m in messages %}{{ m.role }}{{ m.content | tojson }}{{ m.more | tojson }}{% endfor %}"
+        "{{ tools | tojson }}"
+    )
+    tokenizer = load_tokenizer(tokenizer_folder.write(tmp_path, template))
+    evil = {"<think>": "[EOS]", "[EOS]": 1, "type": "<|im_end|>", "role": "<think>"}
+    ids = tokenizer.encode_chat(
+        [{"role": "<think>", "content": "[EOS]", "more": evil}], tools=[evil], level="<think>"
+    )
+    assert _specials(ids) == [BASE + 22, BASE + 1, BASE + 2] == ids[:3]
+    assert tokenizer.decode(ids).count("<think>") == 1 + 2 + 2 * 2
+    # A test of a name finds none in another's text: that is refused.
+    with pytest.raises(ValueError, match="letters of the messages' texts"):
+        tokenizer.encode_chat([], level="[BOS]")
+
+
+def test_a_special_token_that_is_a_word(tmp_path):
+    tokenizer_folder.write(
+        tmp_path, "stop{% for m in messages %}{{ m.role }}{{ m.stop }}{% endfor %}"
+    )
+    tokens = {str(BASE): {"content": "stop"}, str(BASE + 1): {"content": "user"}}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"added_tokens_decoder": tokens}))
+    tokenizer = load_tokenizer(tmp_path)
+    with pytest.raises(ValueError, match="letters of the messages' texts"):
+        tokenizer.encode_chat([{"role": "user", "stop": "x"}])
+    ids = tokenizer.encode_chat([{"role": "user"}])
+    assert ids == [BASE, *tokenizer.encode("user")]
 
 
 def test_long_contents(tokenizers):

@@ -186,6 +186,8 @@ def test_a_byte_order_mark_is_taken_off(demo_copy, name):
     assert text == plain.apply_chat_template(messages) and text.startswith("<|im_user|>")
     assert marked.encode_chat(messages) == plain.encode_chat(messages)
     assert dict(marked.special_ids) == dict(plain.special_ids)
+    configs = [KimiK26Config.from_json(folder) for folder in (demo_copy, demo.TARGET)]
+    assert configs[0] == configs[1]
     assert marked.stop_ids == plain.stop_ids == (2033, 2034, 2041)
 
 

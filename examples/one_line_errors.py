@@ -6,6 +6,7 @@ import contextlib
 import os
 import sys
 
+_LONGEST_LINE = 1000  # characters of a message
 _CLOSED_PIPE = 141  # as a shell says of a program that SIGPIPE ended
 
 
@@ -24,10 +25,18 @@ def one_line_errors(*also: type[Exception]):
     except (ValueError, OSError, MemoryError, *also) as error:
         if isinstance(error, OSError) and error.strerror and error.filename is None:
             error = _of_output(error)  # A file would have a name.
-        text = " ".join(str(error).split())
+        text = _short(" ".join(str(error).split()))
         if isinstance(error, MemoryError):
             text = text or "out of memory"
         sys.exit(f"error: {text}")
+
+
+def _short(text: str) -> str:
+    """The text without its middle where a file's own content makes it too long to be read."""
+    if len(text) <= _LONGEST_LINE:
+        return text
+    half = _LONGEST_LINE // 2
+    return f"{text[:half]} ... {text[-half:]}"
 
 
 @contextlib.contextmanager

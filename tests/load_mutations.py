@@ -31,7 +31,7 @@ _MESSAGES = [{"role": "system", "content": "Be brief."}, {"role": "user", "conte
 
 def _load(folder: pathlib.Path):
     tokenizer = load_tokenizer(folder / "target")
-    tokenizer.apply_chat_template(_MESSAGES)
+    tokenizer.encode_chat(_MESSAGES)
     tokenizer.decode(tokenizer.encode("def f(x):"), skip_special=True)
     target = load_target(folder / "target", dtype="float32")
     load_drafter(folder / "drafter", target, dtype="float32")

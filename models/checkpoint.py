@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -18,7 +18,7 @@ from tqdm import tqdm
 
 from . import fp8
 from .common.fields import ignored_keys, naming, shown
-from .counts import check_layers, check_target
+from .counts import check_layers, check_target, first_sources
 from .deepseek_v3.config import KimiK26Config
 from .dflash.config import DFlashConfig
 from .dflash.model import DFlashDrafter
@@ -92,7 +92,7 @@ def load_target(
 
     tensors = Tensors(path, name_of)
     check_target(tensors.folder, tensors.names, config)
-    tensors.check([Source("model.embed_tokens.weight", (config.vocab_size, config.hidden_size))])
+    tensors.check(first_sources(config))
     if config.tie_word_embeddings and "lm_head.weight" in tensors.names:
         _check_tied(tensors, config)
     dtype = wanted or _stored_dtype(tensors, "model.embed_tokens.weight")
@@ -184,15 +184,18 @@ def check_pair(
             )
 
 
-def _fill(model: nnx.Module, rules: list[Rule], tensors: Tensors, shardings: dict[Path, Any], wide):
+def _fill(
+    model: nnx.Module, made: Iterable[Rule], tensors: Tensors, shardings: dict[Path, Any], wide
+):
     """Puts the checkpoint's values into an abstract model.
 
     Args:
-      model, rules, tensors, shardings: what to fill, from what, and where to lay it.
+      model, made, tensors, shardings: what to fill, by which rules, from what, and where to lay it.
       wide: dtype of the parameters that the model has in bfloat16 and the checkpoint has not; None for the model's.
     """
-    total = 0
-    for rule in rules:
+    total, rules = 0, []
+    # Each rule is checked as it is made: a missing tensor ends it before the next layer's experts are named.
+    for rule in made:
         tensors.check(rule.sources)
         scales = [s.block_scales for s in rule.sources if s.in_blocks(tensors.dtype(s.name))]
         tensors.check(scales)
@@ -200,6 +203,7 @@ def _fill(model: nnx.Module, rules: list[Rule], tensors: Tensors, shardings: dic
         for name, expected in rule.constants.items():
             if name in tensors.names:
                 tensors.check([Source(name, (len(expected),), ("I32", "I64"))])
+        rules.append(rule)
     tensors.refuse_leftovers()
     slots = dict(nnx.to_flat_state(nnx.state(model)))
     # None: tqdm keeps quiet where nobody watches.

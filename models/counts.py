@@ -6,9 +6,10 @@ A config may ask for millions of tensors that its folder does not have; names co
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 from .deepseek_v3.config import KimiK26Config
+from .layout import Source
 from .names import layer_of
 
 _EXPERT = re.compile(r"model\.layers\.(\d+)\.mlp\.experts\.(?:(\d+)\.)?")
@@ -74,3 +75,13 @@ def check_target(where: str, names: Iterable[str], config: KimiK26Config):
                 f"has {config.n_routed_experts} (n_routed_experts); config and weights do not "
                 "belong together or a file is incomplete"
             )
+
+
+def first_sources(config: KimiK26Config) -> Iterator[Source]:
+    """Tensors whose shapes say vocabulary, width, layers and experts, however the experts are stored."""
+    yield Source("model.embed_tokens.weight", (config.vocab_size, config.hidden_size))
+    for layer in range(config.num_hidden_layers):
+        yield Source(f"model.layers.{layer}.input_layernorm.weight", (config.hidden_size,))
+        if config.is_moe(layer):
+            shape = (config.n_routed_experts, config.hidden_size)
+            yield Source(f"model.layers.{layer}.mlp.gate.weight", shape)

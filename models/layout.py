@@ -6,7 +6,7 @@ Names are canonical: `model.X` and `lm_head.X`, without the prefix of a multimod
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 from flax import nnx
@@ -56,8 +56,8 @@ def drafter_rules(drafter: nnx.Module) -> list[Rule]:
     return [_plain(path, shape, "") for path, shape in _parameters(drafter).items()]
 
 
-def target_rules(target: nnx.Module, names: frozenset[str] = frozenset()) -> list[Rule]:
-    """Rules for a `KimiK26`, abstract or real.
+def target_rules(target: nnx.Module, names: frozenset[str] = frozenset()) -> Iterator[Rule]:
+    """Rules for a `KimiK26`, abstract or real, each made when it is asked for.
 
     Args:
       target: the model.
@@ -67,29 +67,27 @@ def target_rules(target: nnx.Module, names: frozenset[str] = frozenset()) -> lis
     config = target.config
     # A linear layer of an fp8 folder may be left in floats: which are is in no config.
     linear = (FP8, *FLOAT) if config.experts == "fp8" else FLOAT
-    rules = []
     for path, shape in _parameters(target).items():
         last = path[-1]
         if path == ("embed_tokens",):
-            rules.append(_same(path, Source("model.embed_tokens.weight", shape)))
+            yield _same(path, Source("model.embed_tokens.weight", shape))
         elif last == "k_up":
-            rules.append(_latent_up(path[:-1], config, linear))
+            yield _latent_up(path[:-1], config, linear)
         elif last == "v_up":
             pass  # made with k_up
         elif last == "e_score_correction_bias":
-            rules.append(_same(path, Source(_name("model.", path), shape)))
+            yield _same(path, Source(_name("model.", path), shape))
         elif last in ("gate_up", "down"):
             stacked = _name("model.", path[:-1]) + f".{last}_proj"
             if stacked in names:
-                rules.append(_same(path, Source(stacked, shape)))
+                yield _same(path, Source(stacked, shape))
             else:
-                rules.append(_experts(path, shape, "weight", FLOAT))
+                yield _experts(path, shape, "weight", FLOAT)
         elif last in _EXPERT_TENSORS:
-            rules.append(_experts(path, shape, *_EXPERT_TENSORS[last], names))
+            yield _experts(path, shape, *_EXPERT_TENSORS[last], names)
         else:
             dtypes = linear if "_proj" in path[-2] else FLOAT
-            rules.append(_plain(path, shape, "" if path[0] == "lm_head" else "model.", dtypes))
-    return rules
+            yield _plain(path, shape, "" if path[0] == "lm_head" else "model.", dtypes)
 
 
 #: Suffix and dtypes of the tensors, one an expert and matrix, that a stacked parameter is made of.

@@ -8,6 +8,7 @@ from safetensors.numpy import load_file, save_file
 from tiny_models import random_drafter, random_target
 
 from ddtree_jax.models import checkpoint, load_drafter, load_target, save_drafter, save_target
+from ddtree_jax.models.layout import target_rules
 
 
 @pytest.fixture
@@ -89,3 +90,52 @@ def test_drafter(saved, changes, message):
     change(folder / "drafter", **changes)
     with pytest.raises(ValueError, match=message):
         load_drafter(folder / "drafter", target)
+
+
+@pytest.mark.parametrize("names", [("gate_up_proj",), ("gate_up_proj", "down_proj")])
+def test_stacked_experts_are_as_many_as_the_router_has(saved, names):
+    _, folder = saved
+    change(folder / "target", n_routed_experts=2**14)
+    path = folder / "target" / "model.safetensors"
+    tensors = {k: v for k, v in load_file(path).items() if ".mlp.experts." not in k}
+    for layer in (1, 2):
+        prefix = f"language_model.model.layers.{layer}.mlp.experts"
+        tensors |= {f"{prefix}.{name}": np.zeros(1, np.float32) for name in names}
+    save_file(tensors, path)
+    with pytest.raises(
+        ValueError, match=r"layers.1.mlp.gate.weight' has shape \(6, 64\), .* \(16384, 64\)"
+    ):
+        load_target(folder / "target")
+
+
+def test_layers_without_a_norm(saved):
+    _, folder = saved
+    path = folder / "target" / "model.safetensors"
+    tensors = load_file(path)
+    del tensors["language_model.model.layers.2.input_layernorm.weight"]
+    save_file(tensors, path)
+    with pytest.raises(
+        ValueError, match="'model.layers.2.input_layernorm.weight' is missing; config.json asks"
+    ):
+        load_target(folder / "target")
+
+
+def test_no_rule_is_made_past_a_missing_tensor(rng, tmp_path, monkeypatch):
+    save_target(random_target(rng, experts="int4"), tmp_path)
+    path = tmp_path / "model.safetensors"
+    tensors = load_file(path)
+    missing = "model.layers.1.mlp.experts.0.gate_proj.weight_scale"
+    del tensors[f"language_model.{missing}"]
+    save_file(tensors, path)
+    made = []
+
+    def rules(*args):
+        for rule in target_rules(*args):
+            made.append(rule)
+            yield rule
+
+    monkeypatch.setattr(checkpoint, "target_rules", rules)
+    with pytest.raises(ValueError, match=f"'{missing}' is missing"):
+        load_target(tmp_path)
+    assert missing in [source.name for source in made[-1].sources]
+    assert len(made) < len(list(target_rules(random_target(rng, experts="int4"))))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from ddtree_jax.models import DFlashConfig, KimiK26Config
-from ddtree_jax.models.config import DraftLayer
+from ddtree_jax.models.dflash.windows import DraftLayer
 from ddtree_jax.models.rope import RopeConfig
 from ddtree_jax.models.tokenizer import SPECIAL_OFFSETS
 

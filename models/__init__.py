@@ -1,8 +1,9 @@
 """The Kimi K2.6 target and the DFlash drafter as flax.nnx modules, with their file formats."""
 
 from .checkpoint import load_drafter, load_target
-from .config import DFlashConfig, KimiK26Config
-from .dflash import DFlashDrafter
+from .deepseek_v3.config import KimiK26Config
+from .dflash.config import DFlashConfig
+from .dflash.model import DFlashDrafter
 from .export import save_drafter, save_target
 from .kimi_k26 import KimiK26
 from .tokenizer import load_tokenizer

@@ -6,8 +6,8 @@ No pickle is read and no code of a checkpoint is run.
 from __future__ import annotations
 
 import os
-import re
-from collections.abc import Sequence
+import warnings
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -17,28 +17,23 @@ from flax import nnx
 from tqdm import tqdm
 
 from . import fp8
-from .config import DFlashConfig, KimiK26Config
-from .dflash import DFlashDrafter
+from .common.fields import ignored_keys, naming, shown
+from .counts import check_layers, check_target, first_sources
+from .deepseek_v3.config import KimiK26Config
+from .dflash.config import DFlashConfig
+from .dflash.model import DFlashDrafter
+from .dflash.other_kinds import refuse_by_tensors
 from .huge_pages import use_huge_pages
 from .kimi_k26 import KimiK26
 from .layers import float_dtype
 from .layout import Path, Rule, Source, drafter_rules, target_rules
+from .moe import PackedParam
+from .names import canonical, layer_of
 from .placement import Placement
 from .sharding import ShardingRules
 from .tensors import Tensors
+from .unplaced import is_cache_scale
 
-_PREFIXES = (
-    ("language_model.model.", "model."),
-    ("language_model.lm_head.", "lm_head."),
-    ("model.language_model.", "model."),
-)
-_VISION = (
-    "vision_tower.",
-    "mm_projector.",
-    "model.vision_tower.",
-    "model.mm_projector.",
-)
-_LAYER = re.compile(r"model\.layers\.(\d+)\.")
 _SCALES = ("weight_scale", "weight_scale_inv")
 _WORTH_A_BAR = 10**9  # bytes
 _DTYPES = {"BF16": jnp.bfloat16, "F32": jnp.float32}
@@ -53,6 +48,7 @@ def load_target(
     rules: ShardingRules | None = None,
     cache_dtype=None,
     cache_scale: tuple[float, ...] | None = None,
+    ignore_config: Collection[str] = (),
 ) -> KimiK26:
     """Loads a folder of Kimi K2, K2-Thinking, K2.5 or K2.6, or a DeepSeek-V3 one as transformers writes it.
 
@@ -74,27 +70,29 @@ def load_target(
         rounding; `dtype` by default.
       cache_scale: for such a cache, what its numbers are multiplied with, one for each layer
         (`KimiK26`); 1 by default.
+      ignore_config: keys of config.json to take as absent (`KimiK26Config.from_json`).
 
     Raises:
       FileNotFoundError: the folder, its config.json, its weights or a shard is missing.
       ValueError: anything in them that does not fit; the message names file, tensor and remedy.
     """
     wanted, held = _dtype_arguments(dtype, param_dtype)
-    config = KimiK26Config.from_json(_folder(path))
+    config = KimiK26Config.from_json(_folder(path), ignore=ignore_config)
 
-    def canonical(name: str) -> str | None:
-        if name.startswith(_VISION) or name.endswith("rotary_emb.inv_freq"):
+    no_cache_scales = "quantization_config.kv_cache_scheme" in ignored_keys(ignore_config)
+
+    def name_of(stored: str) -> str | None:
+        name = canonical(stored)
+        if name is None or no_cache_scales and is_cache_scale(name):
             return None
-        for prefix, short in _PREFIXES:
-            if name.startswith(prefix):
-                name = short + name[len(prefix) :]
-                break
-        layer = _LAYER.match(name)
+        layer = layer_of(name)
         # Layers past the last are for multi-token prediction, as many as the config says.
-        extra = int(layer[1]) - config.num_hidden_layers if layer else -1
+        extra = -1 if layer is None else layer - config.num_hidden_layers
         return None if 0 <= extra < config.num_nextn_predict_layers else name
 
-    tensors = Tensors(path, canonical)
+    tensors = Tensors(path, name_of)
+    check_target(tensors.folder, tensors.names, config)
+    tensors.check(first_sources(config))
     if config.tie_word_embeddings and "lm_head.weight" in tensors.names:
         _check_tied(tensors, config)
     dtype = wanted or _stored_dtype(tensors, "model.embed_tokens.weight")
@@ -108,7 +106,13 @@ def load_target(
 
 
 def load_drafter(
-    path: str | os.PathLike, target: KimiK26, *, dtype=None, param_dtype=None
+    path: str | os.PathLike,
+    target: KimiK26,
+    *,
+    dtype=None,
+    param_dtype=None,
+    window: int | None = None,
+    ignore_config: Collection[str] = (),
 ) -> DFlashDrafter:
     """Loads a DFlash drafter's folder for `target`.
 
@@ -118,15 +122,27 @@ def load_drafter(
         for. Each device of its mesh gets the whole drafter.
       dtype: "float32" or "bfloat16" for the arithmetic; the checkpoint's own by default.
       param_dtype: of the parameters, as `load_target` takes it.
+      window: positions that every layer sees before and behind it, in place of what the config says;
+        None leaves that.
+      ignore_config: keys of config.json to take as absent (`DFlashConfig.from_json`).
 
     Raises:
       FileNotFoundError: the folder, its config.json, its weights or a shard is missing.
-      ValueError: anything in them that does not fit, or fits another target.
+      ValueError: anything in them that does not fit, or fits another target, or another kind of drafter.
     """
     wanted, held = _dtype_arguments(dtype, param_dtype)
-    config = DFlashConfig.from_json(_folder(path))
+    config = DFlashConfig.from_json(_folder(path), ignore=ignore_config)
+    if window is not None:
+        with naming("window"):
+            config = config.with_window(window)
     check_pair(path, config, target.hidden_size, target.vocab_size, target.num_layers)
     tensors = Tensors(path, lambda name: name.removeprefix("model."))
+    refuse_by_tensors(tensors.folder, tensors.names)
+    layers = (layer_of(f"model.{name}") for name in tensors.names)
+    found = [layer for layer in layers if layer is not None]
+    check_layers(tensors.folder, found, config.num_hidden_layers)
+    size = config.hidden_size
+    tensors.check([Source("fc.weight", (size, len(config.taps) * size))])
     dtype = wanted or _stored_dtype(tensors, "fc.weight")
     kinds, wide = _kinds(dtype, held)
     drafter = nnx.eval_shape(lambda: DFlashDrafter(config, **kinds))
@@ -168,15 +184,18 @@ def check_pair(
             )
 
 
-def _fill(model: nnx.Module, rules: list[Rule], tensors: Tensors, shardings: dict[Path, Any], wide):
+def _fill(
+    model: nnx.Module, made: Iterable[Rule], tensors: Tensors, shardings: dict[Path, Any], wide
+):
     """Puts the checkpoint's values into an abstract model.
 
     Args:
-      model, rules, tensors, shardings: what to fill, from what, and where to lay it.
+      model, made, tensors, shardings: what to fill, by which rules, from what, and where to lay it.
       wide: dtype of the parameters that the model has in bfloat16 and the checkpoint has not; None for the model's.
     """
-    total = 0
-    for rule in rules:
+    total, rules = 0, []
+    # Each rule is checked as it is made: a missing tensor ends it before the next layer's experts are named.
+    for rule in made:
         tensors.check(rule.sources)
         scales = [s.block_scales for s in rule.sources if s.in_blocks(tensors.dtype(s.name))]
         tensors.check(scales)
@@ -184,26 +203,40 @@ def _fill(model: nnx.Module, rules: list[Rule], tensors: Tensors, shardings: dic
         for name, expected in rule.constants.items():
             if name in tensors.names:
                 tensors.check([Source(name, (len(expected),), ("I32", "I64"))])
+        rules.append(rule)
     tensors.refuse_leftovers()
     slots = dict(nnx.to_flat_state(nnx.state(model)))
     # None: tqdm keeps quiet where nobody watches.
     quiet = None if total >= _WORTH_A_BAR else True
+    rounded = False
     with tqdm(total=total, unit="B", unit_scale=True, desc="loading", disable=quiet) as bar:
         for rule in rules:
             for name, expected in rule.constants.items():
                 if name in tensors.names and tuple(tensors.take(name).tolist()) != expected:
-                    raise ValueError(f"{tensors.folder}: the tensor {name!r} should say {expected}")
-            dtype = slots[rule.paths[0]].dtype  # of all of them
-            if wide is not None and dtype == jnp.bfloat16 and not _is_bfloat16(rule, tensors):
-                dtype = wide
+                    order = ": inputs out of order" if name.endswith("weight_g_idx") else ""
+                    raise ValueError(
+                        f"{tensors.folder}: the tensor {name!r} should say {shown(expected)}{order}"
+                    )
+            slot = slots[rule.paths[0]]  # for all of them
+            dtype, packed = slot.dtype, isinstance(slot, PackedParam)
+            if wide is not None and not packed and dtype == jnp.bfloat16:
+                dtype = dtype if _is_bfloat16(rule, tensors) else wide
             # Read one by one into the stack: beside it there are one expert's tensor and the
             # stack's copy on the device.
-            arrays = rule.load(_OnDemand(tensors, rule.sources, dtype, bar))
+            values = _OnDemand(tensors, rule.sources, dtype, bar)
+            arrays = rule.load(values)
             for path, array in zip(rule.paths, arrays, strict=True):
                 placed = _put(array, dtype, shardings.get(path))
                 # A transfer holds what it reads from: the next is not read beside it.
                 slots[path].set_value(jax.block_until_ready(placed))
+            rounded = rounded or (packed and values.rounded)
             del arrays, array
+    if rounded:
+        warnings.warn(
+            f"{tensors.folder}: scales of packed experts are rounded to bfloat16, which the kernel "
+            "reads, by up to 1 part in 512 each",
+            stacklevel=3,
+        )
     use_huge_pages(slot[...] for slot in slots.values())
 
 
@@ -233,10 +266,15 @@ def _put(array, dtype, sharding) -> jax.Array:
 
 
 class _OnDemand(Sequence):
-    """Values of tensors, each read when it is asked for; those in fp8 blocks as floats of `dtype`."""
+    """Values of tensors, each read when it is asked for; those in fp8 blocks as floats of `dtype`.
+
+    Attributes:
+      rounded: whether a scale of packed weights that was read is another number in `dtype`.
+    """
 
     def __init__(self, tensors: Tensors, sources: tuple[Source, ...], dtype, bar: tqdm):
         self._tensors, self._sources, self._dtype, self._bar = tensors, sources, dtype, bar
+        self.rounded = False
 
     def __len__(self):
         return len(self._sources)
@@ -247,17 +285,26 @@ class _OnDemand(Sequence):
         if source.in_blocks(self._tensors.dtype(source.name)):
             scales = self._take(source.block_scales.name)
             return fp8.dequantize(value, scales, self._dtype)
+        if source.name.endswith(".weight_scale"):
+            scales = value.astype(self._dtype)
+            self.rounded = self.rounded or not np.array_equal(scales, value)
+            return self._finite(source.name, scales)
         return value
 
     def _take(self, name: str) -> np.ndarray:
         value = self._tensors.take(name)
+        if name.endswith(_SCALES):
+            self._finite(name, value)
+        self._bar.update(value.nbytes)
+        return value
+
+    def _finite(self, name: str, value: np.ndarray) -> np.ndarray:
         # One bad scale spoils every token that meets its weights, and no later check would name it.
-        if name.endswith(_SCALES) and not np.isfinite(value.astype(np.float32)).all():
+        if not np.isfinite(value.astype(np.float32)).all():
             raise ValueError(
                 f"{self._tensors.folder}: the tensor {name!r} holds NaN or inf; "
                 "download the checkpoint again"
             )
-        self._bar.update(value.nbytes)
         return value
 
 

@@ -18,8 +18,9 @@ from flax import nnx
 from safetensors.numpy import save_file
 
 from . import quantization
-from .config import DFlashConfig, KimiK26Config
-from .dflash import DFlashDrafter
+from .deepseek_v3.config import KimiK26Config
+from .dflash.config import DFlashConfig
+from .dflash.model import DFlashDrafter
 from .kimi_k26 import KimiK26
 from .layout import Rule, drafter_rules, target_rules
 from .rope import RopeConfig
@@ -172,9 +173,8 @@ def _drafter_config(config: DFlashConfig) -> dict[str, Any]:
     own = ("rope", "taps", "layers", "mask_token_id")
     values = {name: value for name, value in vars(config).items() if name not in own}
     causal = {layer.causal for layer in config.layers}
-    windows = {layer.window for layer in config.layers} - {None}
-    if len(causal) > 1 or len(windows) > 1:
-        raise ValueError("config.json holds one causal flag and one window for all drafter layers")
+    if len(causal) > 1:
+        raise ValueError("config.json holds one causal flag for all drafter layers")
     return {
         "architectures": ["DFlashDraftModel"],
         "model_type": "qwen3",
@@ -186,7 +186,7 @@ def _drafter_config(config: DFlashConfig) -> dict[str, Any]:
             "full_attention" if layer.window is None else "sliding_attention"
             for layer in config.layers
         ],
-        "sliding_window": windows.pop() if windows else None,
+        **_windows([layer.window for layer in config.layers]),
         "is_causal": causal.pop(),
         "dtype": "bfloat16",
         "dflash_config": {
@@ -194,6 +194,14 @@ def _drafter_config(config: DFlashConfig) -> dict[str, Any]:
             "target_layer_ids": list(config.taps),
         },
     }
+
+
+def _windows(windows: list[int | None]) -> dict[str, Any]:
+    """One window in Qwen3's key; several, which that cannot say, in a list."""
+    different = set(windows) - {None}
+    if len(different) > 1:
+        return {"sliding_windows": windows}
+    return {"sliding_window": different.pop() if different else None}
 
 
 def _rope_json(rope: RopeConfig) -> dict[str, Any]:

@@ -5,21 +5,24 @@ from __future__ import annotations
 import dataclasses
 import math
 import os
-import re
+from collections.abc import Collection
 
 import jax.numpy as jnp
 from flax import nnx
 
 from .checkpoint import check_pair, param_dtype_argument
-from .config import LATENT_DIM, ROPE_DIM, DFlashConfig, KimiK26Config, read_json
-from .dflash import DFlashDrafter
+from .common.fields import read_json
+from .counts import check_target
+from .deepseek_v3.config import LATENT_DIM, ROPE_DIM, KimiK26Config
+from .dflash.config import DFlashConfig
+from .dflash.model import DFlashDrafter
 from .kimi_k26 import KimiK26, latent_cache_dtype
 from .layers import float_dtype
 from .layout import FP8, Path, target_rules
+from .names import canonical, layer_of
 from .sharding import logical_axes
-from .tensors import INDEX, read_index
+from .tensors import stored_names
 
-_LAYER = re.compile(r"(?:language_model\.|model\.)*layers\.(\d+)\.")
 #: Bytes a device keeps for activations, prefill and the runtime itself.
 RESERVE = 4 * 10**9
 
@@ -82,6 +85,7 @@ def footprint(
     dtype="bfloat16",
     param_dtype=None,
     cache_dtype=None,
+    ignore_config: Collection[str] = (),
 ) -> Footprint:
     """Computes it without reading a weight.
 
@@ -92,14 +96,15 @@ def footprint(
       param_dtype: of everything but packed experts, as `load_target` takes it; `dtype` by default. What is stored in
         bfloat16 is known from config.json, which speaks of all weights at once.
       cache_dtype: of the target's cache, `dtype` by default or "float8_e4m3fn".
+      ignore_config: keys of both config.json to take as absent, as `load_target` takes it.
 
     Raises:
       FileNotFoundError: no config.json.
-      ValueError: a config.json or a dtype that `load_target` or `load_drafter` would refuse, or an index
-        of another number of layers.
+      ValueError: a config.json or a dtype that `load_target` or `load_drafter` would refuse, or weights
+        of another number of layers or routed experts.
     """
-    config = KimiK26Config.from_json(target_path)
-    _check_index(target_path, config)
+    config = KimiK26Config.from_json(target_path, ignore=ignore_config)
+    _check_counts(target_path, config)
     dtype = float_dtype("dtype", dtype)
     param_dtype = param_dtype_argument(param_dtype)
     experts = rest = whole = 0
@@ -118,7 +123,7 @@ def footprint(
     row = config.num_hidden_layers * (LATENT_DIM + ROPE_DIM) * latent
     drafter = 0
     if drafter_path is not None:
-        draft = DFlashConfig.from_json(drafter_path)
+        draft = DFlashConfig.from_json(drafter_path, ignore=ignore_config)
         check_pair(
             drafter_path, draft, config.hidden_size, config.vocab_size, config.num_hidden_layers
         )
@@ -157,15 +162,14 @@ def _is_expert(path: Path) -> bool:
     return "experts" in path
 
 
-def _check_index(folder: str | os.PathLike, config: KimiK26Config):
-    names = read_index(folder)
-    if names is None:
+def _check_counts(folder: str | os.PathLike, config: KimiK26Config):
+    """Holds layers and experts against the names of the weights, where those are there."""
+    stored = stored_names(folder)
+    if stored is None:
         return
-    found = [int(layer[1]) + 1 for layer in map(_LAYER.match, names) if layer]
-    layers, have = config.num_hidden_layers, max(found, default=0)
+    where, names = stored
+    last = config.num_hidden_layers
     # Layers for multi-token prediction come after the others, if at all.
-    if have not in (layers, layers + config.num_nextn_predict_layers):
-        raise ValueError(
-            f"{os.path.join(folder, INDEX)}: tensors of {have} layers, but config.json has {layers}; "
-            "config and weights do not belong together"
-        )
+    extra = range(last, last + config.num_nextn_predict_layers)
+    known = (name for name in map(canonical, names) if name is not None)
+    check_target(where, [name for name in known if layer_of(name) not in extra], config)

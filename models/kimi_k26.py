@@ -19,7 +19,7 @@ from ddtree_jax.cache import append_latents
 from ddtree_jax.tree import DraftTree
 
 from . import rope
-from .config import LATENT_DIM, ROPE_DIM, KimiK26Config
+from .deepseek_v3.config import LATENT_DIM, ROPE_DIM, KimiK26Config
 from .layers import MLP, Linear, RMSNorm, dot, float_dtype, normal
 from .moe import MoE
 from .placement import Placement

@@ -6,13 +6,13 @@ Names are canonical: `model.X` and `lm_head.X`, without the prefix of a multimod
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 from flax import nnx
 
-from . import fp8
-from .config import KimiK26Config
+from . import fp8, quantization
+from .deepseek_v3.config import KimiK26Config
 
 FLOAT = ("BF16", "F32", "F16")  # safetensors' names of the dtypes that a float tensor may have
 FP8 = "F8_E4M3"
@@ -56,51 +56,49 @@ def drafter_rules(drafter: nnx.Module) -> list[Rule]:
     return [_plain(path, shape, "") for path, shape in _parameters(drafter).items()]
 
 
-def target_rules(target: nnx.Module, names: frozenset[str] = frozenset()) -> list[Rule]:
-    """Rules for a `KimiK26`, abstract or real.
+def target_rules(target: nnx.Module, names: frozenset[str] = frozenset()) -> Iterator[Rule]:
+    """Rules for a `KimiK26`, abstract or real, each made when it is asked for.
 
     Args:
       target: the model.
       names: canonical names that the checkpoint holds; they decide between float experts stored one
-        by one and stacked.
+        by one and stacked, and whether there are indices of groups to check.
     """
     config = target.config
     # A linear layer of an fp8 folder may be left in floats: which are is in no config.
     linear = (FP8, *FLOAT) if config.experts == "fp8" else FLOAT
-    rules = []
     for path, shape in _parameters(target).items():
         last = path[-1]
         if path == ("embed_tokens",):
-            rules.append(_same(path, Source("model.embed_tokens.weight", shape)))
+            yield _same(path, Source("model.embed_tokens.weight", shape))
         elif last == "k_up":
-            rules.append(_latent_up(path[:-1], config, linear))
+            yield _latent_up(path[:-1], config, linear)
         elif last == "v_up":
             pass  # made with k_up
         elif last == "e_score_correction_bias":
-            rules.append(_same(path, Source(_name("model.", path), shape)))
+            yield _same(path, Source(_name("model.", path), shape))
         elif last in ("gate_up", "down"):
             stacked = _name("model.", path[:-1]) + f".{last}_proj"
             if stacked in names:
-                rules.append(_same(path, Source(stacked, shape)))
+                yield _same(path, Source(stacked, shape))
             else:
-                rules.append(_experts(path, shape, "weight", FLOAT))
+                yield _experts(path, shape, "weight", FLOAT)
         elif last in _EXPERT_TENSORS:
-            rules.append(_experts(path, shape, *_EXPERT_TENSORS[last]))
+            yield _experts(path, shape, *_EXPERT_TENSORS[last], names)
         else:
             dtypes = linear if "_proj" in path[-2] else FLOAT
-            rules.append(_plain(path, shape, "" if path[0] == "lm_head" else "model.", dtypes))
-    return rules
+            yield _plain(path, shape, "" if path[0] == "lm_head" else "model.", dtypes)
 
 
-#: Suffix and dtype of the tensors, one an expert and matrix, that a stacked parameter is made of.
+#: Suffix and dtypes of the tensors, one an expert and matrix, that a stacked parameter is made of.
 _EXPERT_TENSORS = {
-    f"{part}_{held}": (suffix, (dtype,))
+    f"{part}_{held}": (suffix, dtypes)
     for part in ("gate_up", "down")
-    for held, suffix, dtype in (
-        ("packed", "weight_packed", "I32"),
-        ("scale", "weight_scale", "BF16"),
-        ("fp8", "weight", FP8),
-        ("scale_inv", "weight_scale_inv", "F32"),
+    for held, suffix, dtypes in (
+        ("packed", "weight_packed", ("I32",)),
+        ("scale", "weight_scale", FLOAT),
+        ("fp8", "weight", (FP8,)),
+        ("scale_inv", "weight_scale_inv", ("F32",)),
     )
 }
 
@@ -149,7 +147,13 @@ def _latent_up(path: Path, config: KimiK26Config, dtypes: tuple[str, ...]) -> Ru
     return Rule(((*path, "k_up"), (*path, "v_up")), (source,), load=load, save=save)
 
 
-def _experts(path: Path, shape: tuple[int, ...], suffix: str, dtypes: tuple[str, ...]) -> Rule:
+def _experts(
+    path: Path,
+    shape: tuple[int, ...],
+    suffix: str,
+    dtypes: tuple[str, ...],
+    stored: frozenset[str] = frozenset(),
+) -> Rule:
     """Stacks the experts' tensors, gate and up one above the other."""
     count, rows, columns = shape
     parts = ("gate_proj", "up_proj") if path[-1].startswith("gate_up") else ("down_proj",)
@@ -166,6 +170,9 @@ def _experts(path: Path, shape: tuple[int, ...], suffix: str, dtypes: tuple[str,
     constants = {}
     if suffix == "weight_packed":
         constants = {f"{name}.weight_shape": (each, columns * 8) for name in names}
+        # The group of each input, where it is stored: served are groups that lie side by side.
+        groups = tuple(i // quantization.GROUP for i in range(columns * quantization.PER_WORD))
+        constants |= {k: groups for k in (f"{n}.weight_g_idx" for n in names) if k in stored}
     sources = tuple(Source(f"{name}.{suffix}", (each, columns), dtypes) for name in names)
     return Rule((path,), sources, load=load, save=save, constants=constants)
 

@@ -11,7 +11,7 @@ from ddtree_jax.experts import expert_mlp as packed_expert_mlp
 from ddtree_jax.experts import sum_of_chosen
 
 from . import fp8, quantization
-from .config import KimiK26Config
+from .deepseek_v3.config import KimiK26Config
 from .layers import MLP, dot, gated_mlp, normal
 from .placement import Placement
 

@@ -13,6 +13,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from .common.fields import shown
+
+_MOST = 1e12  # of any number of a rope
+_LONGEST = 2**30  # positions
+
 
 @dataclasses.dataclass(frozen=True)
 class RopeConfig:
@@ -27,6 +32,7 @@ class RopeConfig:
       mscale, mscale_all_dim: numerator and denominator of the amplitude; None when the config lacks
         it.
       attention_factor: amplitude that overrides the rule made of the two.
+      truncate: whether the ramp between kept and divided frequencies begins and ends at whole pairs.
     """
 
     theta: float
@@ -37,16 +43,30 @@ class RopeConfig:
     mscale: float | None = None
     mscale_all_dim: float | None = None
     attention_factor: float | None = None
+    truncate: bool = True
 
     def __post_init__(self):
         if self.theta <= 1:
             raise ValueError(f"the rope's theta must be above 1, not {self.theta}")
-        for name in ("factor", "beta_fast", "beta_slow", "attention_factor"):
+        for name in ("theta", "factor", "beta_fast", "beta_slow", "attention_factor"):
             value = getattr(self, name)
             if value is not None and value <= 0:
                 raise ValueError(f"the rope's {name} must be above 0, not {value}")
-        if self.factor is not None and self.original_max_position_embeddings < 1:
-            raise ValueError("the rope's original_max_position_embeddings must be at least 1")
+            # Beyond these no arithmetic on them overflows float32, and no model has such.
+            if value is not None and not 1 / _MOST <= value <= _MOST:
+                raise ValueError(
+                    f"the rope's {name} must lie in {1 / _MOST:g} .. {_MOST:g}, not {value}"
+                )
+        for name in ("mscale", "mscale_all_dim"):
+            value = getattr(self, name)
+            if value is not None and not 0 <= value <= _MOST:
+                raise ValueError(f"the rope's {name} must lie in 0 .. {_MOST:g}, not {value}")
+        original = self.original_max_position_embeddings
+        if self.factor is not None and not 1 <= original <= _LONGEST:
+            raise ValueError(
+                "the rope's original_max_position_embeddings must be at least 1, "
+                f"up to {_LONGEST}, not {shown(original)}"
+            )
 
     @property
     def amplitude(self) -> float:
@@ -86,8 +106,10 @@ def inverse_frequencies(rope: RopeConfig, dim: int) -> np.ndarray:
         wavelength = rope.original_max_position_embeddings / (2 * math.pi * rotations)
         return dim * math.log(wavelength) / (2 * math.log(rope.theta))
 
-    low = max(math.floor(pair_of(rope.beta_fast)), 0)
-    high = min(math.ceil(pair_of(rope.beta_slow)), dim - 1)
+    low, high = pair_of(rope.beta_fast), pair_of(rope.beta_slow)
+    if rope.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, dim - 1)
     span = high - low if high != low else 0.001
     ramp = np.clip((np.arange(dim // 2, dtype=np.float32) - low) / np.float32(span), 0, 1)
     return (kept / np.float32(rope.factor) * ramp + kept * (1 - ramp)).astype(np.float32)

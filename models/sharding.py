@@ -7,7 +7,7 @@ import dataclasses
 from flax import nnx
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
-from .config import KimiK26Config
+from .deepseek_v3.config import KimiK26Config
 from .layout import Path
 
 #: Logical axes of the parameters that are split, by the end of their path; the others are whole everywhere.

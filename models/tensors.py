@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import math
@@ -12,7 +13,9 @@ import ml_dtypes
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
+from .common.fields import some
 from .layout import Source
+from .unplaced import why_left, why_missing
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -62,6 +65,34 @@ def read_index(folder: str | os.PathLike) -> dict[str, str] | None:
         if os.path.basename(shard) != shard or not shard.endswith(".safetensors"):
             raise ValueError(f"{path}: {shard!r} is not a safetensors file of this folder")
     return pairs
+
+
+def stored_names(folder: str | os.PathLike) -> tuple[str, list[str]] | None:
+    """The file that lists a folder's tensors, and their stored names; None where there is no such file.
+
+    Raises:
+      ValueError: that file cannot be read.
+    """
+    pairs = read_index(folder)
+    if pairs is not None:
+        return os.path.join(folder, INDEX), list(pairs)
+    path = os.path.join(folder, SINGLE)
+    if not os.path.isfile(path):
+        return None
+    with _opened(path) as file:
+        return path, list(file.keys())
+
+
+@contextlib.contextmanager
+def _opened(path: str):
+    """A safetensors file, with its name in front of what is wrong with its header."""
+    try:
+        with safe_open(path, framework="numpy") as file:
+            yield file
+    except (SafetensorError, OSError) as error:
+        raise ValueError(
+            f"{path}: truncated or not a safetensors file ({error}); download it again"
+        ) from error
 
 
 @dataclasses.dataclass(frozen=True)
@@ -116,11 +147,12 @@ class Tensors:
                     f"{os.path.join(self.folder, shard)}: the tensor {name!r} "
                     f"that {INDEX} places here is missing; download the checkpoint again"
                 )
+        self._names = frozenset(self._found)
         self._left = set(self._found)
 
     @property
     def names(self) -> frozenset[str]:
-        return frozenset(self._found)
+        return self._names
 
     def check(self, sources: Iterable[Source]):
         """Checks presence, shape and dtype of `sources` from the headers alone; they have a place from now on.
@@ -130,10 +162,11 @@ class Tensors:
         """
         for source in sources:
             if source.name not in self._found:
-                raise ValueError(
-                    f"{self.folder}: the tensor {source.name!r} is missing; config.json asks "
-                    "for it, so config and weights do not belong together or a file is incomplete"
+                instead = why_missing(source.name, self.names, self.dtype) or (
+                    "; config.json asks for it, so config and weights do not belong together or a "
+                    "file is incomplete"
                 )
+                raise ValueError(f"{self.folder}: the tensor {source.name!r} is missing{instead}")
             entry = self._found[source.name]
             where = f"{os.path.join(self.folder, entry.shard)}: the tensor {entry.stored!r}"
             if entry.shape != source.shape:
@@ -167,14 +200,14 @@ class Tensors:
         What was checked has its place, though a process of a mesh reads no more than its devices' share. Tensors
         without a single number are no loss: transformers writes such for "no shared expert".
         """
-        self._left = {name for name in self._left if self.nbytes(name)}
-        if not self._left:
+        left = {name for name in self._left if self.nbytes(name)}
+        if not left:
             return
-        shown = [repr(self._found[name].stored) for name in sorted(self._left)]
-        more = f" and {len(shown) - 8} more" if len(shown) > 8 else ""
+        names, why = why_left(left)
+        shown = some([self._found[name].stored for name in names])
         raise ValueError(
-            f"{self.folder}: {len(shown)} tensors have no place in the model that config.json "
-            f"describes: {', '.join(shown[:8])}{more}"
+            f"{self.folder}: {len(names)} tensors have no place in the model that config.json "
+            f"describes: {shown}{why}"
         )
 
     def _index(self) -> dict[str, str]:
@@ -199,14 +232,9 @@ class Tensors:
     def _open(self, shard: str, canonical) -> set[str]:
         """Notes where the tensors of a shard lie; returns their stored names."""
         path = os.path.join(self.folder, shard)
-        try:
-            with safe_open(path, framework="numpy") as file:
-                names = file.offset_keys()
-                headers = [file.get_slice(name) for name in names]
-        except (SafetensorError, OSError) as error:
-            raise ValueError(
-                f"{path}: truncated or not a safetensors file ({error}); download it again"
-            ) from error
+        with _opened(path) as file:
+            names = file.offset_keys()
+            headers = [file.get_slice(name) for name in names]
         entries, begin = [], 0
         for stored, header in zip(names, headers, strict=True):
             dtype = header.get_dtype()

@@ -17,7 +17,7 @@ import jinja2
 import tiktoken
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from .config import read_json
+from .common.fields import read_json
 
 _UPPER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]"
 _LOWER = r"[\p{Ll}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]"

@@ -275,7 +275,10 @@ def test_arguments(saved):
 @pytest.mark.parametrize(
     "change, message",
     [
-        ({"num_hidden_layers": 1}, "no place in the model"),
+        (
+            {"num_hidden_layers": 1},
+            r"tensors of 3 layers, but config.json has 1 \(num_hidden_layers\)",
+        ),
         ({"tie_word_embeddings": "false"}, "tie_word_embeddings must be true or false"),
         ({"norm_topk_prob": "false"}, "norm_topk_prob must be true or false"),
     ],

@@ -47,6 +47,7 @@ def _draft_by_forward(drafter, target, features, root, causal, window):
         ({}, False, None),
         ({"is_causal": True}, True, None),
         ({"layer_types": ["sliding_attention"] * 2, "sliding_window": 4}, True, 4),
+        ({"use_sliding_window": True, "sliding_window": 3}, True, 3),
         ({"use_swa": True, "swa_window_size": 6}, False, 6),
         ({"input_embedding_scale": 2.5, "output_multiplier": 0.3}, False, None),
         ({"final_logit_softcapping": 1.5}, False, None),

@@ -136,15 +136,16 @@ def test_weights_that_do_not_fit_are_named(made, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "change",
+    "key, value, served",
     [
-        {"fmt": "e5m2"},
-        {"weight_block_size": [64, 64]},
-        {"weight_block_size": None},
-        {"activation_scheme": "static"},
+        ("fmt", "e5m2", "'e4m3'"),
+        ("weight_block_size", [64, 64], r"\[128, 128\]"),
+        ("weight_block_size", None, r"\[128, 128\]"),
+        ("activation_scheme", "static", "'dynamic'"),
     ],
 )
-def test_other_fp8_is_refused(change):
+def test_other_fp8_is_refused(key, value, served):
     assert KimiK26Config.from_json({**TARGET, "quantization_config": FP8}).experts == "fp8"
-    with pytest.raises(ValueError, match="something else; supported is .* blocks of 128 x 128"):
-        KimiK26Config.from_json({**TARGET, "quantization_config": {**FP8, **change}})
+    message = f"quantization_config.{key} is .*, but only {served} is supported"
+    with pytest.raises(ValueError, match=message):
+        KimiK26Config.from_json({**TARGET, "quantization_config": {**FP8, key: value}})

@@ -32,6 +32,7 @@ CASES = {
     "plain": {},
     "yarn": {"rope_parameters": YARN},
     "yarn, other mscale": {"rope_parameters": {**YARN, "mscale": 0.7, "mscale_all_dim": 1.3}},
+    "yarn, ramp not cut to whole pairs": {"rope_parameters": {**YARN, "truncate": False}},
     "direct queries": {"q_lora_rank": None, "n_shared_experts": 2},
     "expert groups": {"n_group": 4, "topk_group": 2, "num_experts_per_tok": 3},
     "raw weights, all dense but one": {"norm_topk_prob": False, "first_k_dense_replace": 2},

@@ -14,9 +14,9 @@ from flax import nnx
 
 from ddtree_jax.draft_attention import draft_attn
 
-from . import rope
+from .. import rope
+from ..layers import MLP, Linear, RMSNorm, float_dtype
 from .config import DFlashConfig
-from .layers import MLP, Linear, RMSNorm, float_dtype
 
 
 class DraftAttention(nnx.Module):

@@ -11,7 +11,7 @@ import numpy as np
 import tiktoken
 import tokenizers
 
-from ddtree_jax.models.tokenizer import PATTERN, SPECIAL_OFFSETS
+from ddtree_jax.models.text import PATTERN, SPECIAL_OFFSETS
 
 # Tables of characters, generated files and text in other encodings teach nothing about Python.
 _SKIPPED = {"site-packages", "dist-packages", "__pycache__", "encodings", "pydoc_data", "data"}

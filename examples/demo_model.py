@@ -7,35 +7,73 @@ import dataclasses
 from ddtree_jax.models import DFlashConfig, KimiK26Config
 from ddtree_jax.models.dflash.windows import DraftLayer
 from ddtree_jax.models.rope import RopeConfig
-from ddtree_jax.models.tokenizer import SPECIAL_OFFSETS
+from ddtree_jax.models.text import SHOWN, SPECIAL_OFFSETS
 
 SPECIAL_TOKENS = 256
-# Kimi does not flag these as special: they are text that a reader may want to see.
-_NOT_SPECIAL = {
-    "<|tool_calls_section_begin|>",
-    "<|tool_calls_section_end|>",
-    "<|tool_call_begin|>",
-    "<|tool_call_argument_begin|>",
-    "<|tool_call_end|>",
-    "<think>",
-    "</think>",
-}
-
 CHAT_TEMPLATE = """\
-{%- macro turn(kind, name, body) -%}
-<|im_{{ kind }}|>{{ name }}<|im_middle|>{{ body }}<|im_end|>
-{%- endmacro -%}
-{%- for message in messages -%}
-  {%- set kind = message.role if message.role in ("user", "assistant") else "system" -%}
-  {%- set body = message.content or "" -%}
-  {%- if kind == "assistant" -%}
-    {%- set body = "<think></think>" ~ body -%}
+{#- Kimi K2.6's form: a turn is <|im_KIND|>NAME<|im_middle|>TEXT<|im_end|>, with nothing between turns. -#}
+{%- macro text(message) -%}
+  {%- set content = message.get("content") -%}
+  {%- if content is string -%}
+    {{- content -}}
+  {%- elif content -%}
+    {%- for part in content -%}
+      {%- if part.type != "text" -%}
+        {{- raise_exception("a part of type " ~ part.type ~ " is not served") -}}
+      {%- endif -%}
+      {{- part.text -}}
+    {%- endfor -%}
   {%- endif -%}
-  {{- turn(kind, message.name or message.role, body) -}}
+{%- endmacro -%}
+{%- macro calls(message) -%}
+  <|tool_calls_section_begin|>
+  {%- for call in message.tool_calls -%}
+    {%- set arguments = call.function.arguments -%}
+    <|tool_call_begin|>{{ call.id }}<|tool_call_argument_begin|>
+    {{- arguments if arguments is string else arguments | tojson }}<|tool_call_end|>
+  {%- endfor -%}
+  <|tool_calls_section_end|>
+{%- endmacro -%}
+{#- Reasoning is shown again after the last answer, where tools are still at work, or wherever asked for. -#}
+{%- set last = namespace(answer=-1) -%}
+{%- if not preserve_thinking -%}
+  {%- for message in messages -%}
+    {%- if message.role == "assistant" and not message.get("tool_calls") -%}
+      {%- set last.answer = loop.index0 -%}
+    {%- endif -%}
+  {%- endfor -%}
+{%- endif -%}
+{%- if tools -%}
+  <|im_system|>tool_declare<|im_middle|>
+  {{- tools_ts_str or tools | tojson(separators=(",", ":")) }}<|im_end|>
+{%- endif -%}
+{%- for message in messages -%}
+  {%- set name = message.get("name") or message.role -%}
+  {%- if message.role == "user" -%}
+    <|im_user|>{{ name }}<|im_middle|>
+  {%- elif message.role == "assistant" -%}
+    <|im_assistant|>{{ name }}<|im_middle|><think>
+    {%- if loop.index0 > last.answer -%}
+      {{- message.get("reasoning_content") or "" -}}
+    {%- endif -%}
+    </think>
+  {%- else -%}
+    <|im_system|>{{ name }}<|im_middle|>
+    {%- if message.role == "tool" -%}
+      {{- "## Return of " ~ message.get("tool_call_id", "") ~ "\\n" -}}
+    {%- endif -%}
+  {%- endif -%}
+  {{- text(message) -}}
+  {%- if message.get("tool_calls") -%}
+    {{- calls(message) -}}
+  {%- endif -%}
+  <|im_end|>
 {%- endfor -%}
 {%- if add_generation_prompt -%}
-  {{- "<|im_assistant|>assistant<|im_middle|>" -}}
-  {{- "<think></think>" if thinking is defined and not thinking else "<think>" -}}
+  <|im_assistant|>assistant<|im_middle|><think>
+  {%- if thinking is defined and not thinking -%}
+    </think>
+  {%- endif -%}
 {%- endif -%}
 """
 
@@ -157,7 +195,7 @@ def tokenizer_json(sizes: Sizes) -> dict:
     """tokenizer_config.json: the special tokens by id."""
     return {
         "added_tokens_decoder": {
-            str(sizes.ranks + offset): {"content": token, "special": token not in _NOT_SPECIAL}
+            str(sizes.ranks + offset): {"content": token, "special": token not in SHOWN}
             for token, offset in SPECIAL_OFFSETS.items()
         },
         "bos_token": "[BOS]",

@@ -6,13 +6,14 @@ from .dflash.config import DFlashConfig
 from .dflash.model import DFlashDrafter
 from .export import save_drafter, save_target
 from .kimi_k26 import KimiK26
-from .tokenizer import load_tokenizer
+from .text import Tokenizer, load_tokenizer
 
 __all__ = [
     "DFlashConfig",
     "DFlashDrafter",
     "KimiK26",
     "KimiK26Config",
+    "Tokenizer",
     "load_drafter",
     "load_target",
     "load_tokenizer",

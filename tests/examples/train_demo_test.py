@@ -23,7 +23,7 @@ from tiny_models import random_values
 
 from ddtree_jax.models import DFlashDrafter, KimiK26, load_drafter, load_target, quantization
 from ddtree_jax.models import demo as shipped
-from ddtree_jax.models.tokenizer import SPECIAL_OFFSETS, load_tokenizer
+from ddtree_jax.models.text import SPECIAL_OFFSETS, load_tokenizer
 
 _ROOT = pathlib.Path(__file__).parents[2]
 _DEMO = pathlib.Path(shipped.TARGET).parent

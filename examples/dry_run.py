@@ -4,6 +4,12 @@ from __future__ import annotations
 
 import os
 
+import jax
+import model_flags
+from dtypes import dtypes
+from one_line_errors import show
+from splitting import check_split
+
 from ddtree_jax.models.footprint import RESERVE, footprint
 
 _BATCHES = (1, 4, 16, 64)
@@ -17,6 +23,39 @@ def device_bytes(device) -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
+def print_report(devices: int | None, device_gb: float | None, mesh: int | None):
+    """Prints the report on the pair that the flags name.
+
+    Args:
+      devices: how many to count with; those that JAX sees by default.
+      device_gb: memory of one, in 1e9 bytes; what JAX says by default.
+      mesh: how many, split as `--mesh` does, in place of `devices`.
+
+    Raises:
+      OSError, ValueError: as `report`, or a mesh that does not divide the target.
+    """
+    seen = jax.devices()
+    target_path, drafter_path = model_flags.paths()
+    ignore = model_flags.IGNORE_CONFIG.value
+    count = mesh or devices or len(seen)
+    if mesh:
+        check_split(target_path, mesh, ignore)
+    kinds = dtypes(model_flags.DTYPE.value, model_flags.PARAM_DTYPE.value, devices=count)
+    show(
+        report(
+            target_path,
+            drafter_path,
+            count,
+            device_bytes(seen[0]) if device_gb is None else int(device_gb * 1e9),
+            mesh=bool(mesh),
+            cache_dtype=model_flags.CACHE_DTYPE.value,
+            ignore_config=ignore,
+            **kinds,
+        )
+        + "\n"
+    )
+
+
 def report(
     target_path,
     drafter_path,
@@ -27,6 +66,7 @@ def report(
     param_dtype: str | None = None,
     mesh: bool = False,
     cache_dtype: str | None = None,
+    ignore_config=(),
 ) -> str:
     """The report, a line a fact.
 
@@ -38,14 +78,13 @@ def report(
       param_dtype: of everything but packed experts, as `load_target` takes it; `dtype` by default.
       mesh: count with what `--mesh` keeps whole on every device; else weights are split evenly.
       cache_dtype: of the target's cache; `dtype` by default.
+      ignore_config: keys of either config.json to take as absent.
 
     Raises:
-      FileNotFoundError, ValueError: as `footprint`; fewer than one device or byte.
+      FileNotFoundError, ValueError: as `footprint`.
     """
-    if devices < 1 or each < 1:
-        raise ValueError(f"--devices and --device_gb must be above 0, not {devices} and {each}")
     kinds = {"dtype": dtype, "param_dtype": param_dtype, "cache_dtype": cache_dtype}
-    size = footprint(target_path, drafter_path, **kinds)
+    size = footprint(target_path, drafter_path, **kinds, ignore_config=ignore_config)
     held = "as stored" if param_dtype == "stored" else param_dtype or dtype
     share = size.per_device(devices, mesh=mesh)
     contexts = [size.context(devices, each, batch=batch, mesh=mesh) for batch in _BATCHES]

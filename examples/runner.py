@@ -1,21 +1,31 @@
-"""Compiles `ddtree_decode` once for a batch shape and runs prompts through it, streaming."""
+"""Compiles `ddtree_decode` once for a batch shape and runs prompts through it, streaming.
+
+Few things are in a program: seed, temperature, the prompts' lengths and how many tokens they may get are its
+arguments. The columns for prompts and for new tokens are powers of two, so that another run finds its program.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import functools
+import math
+import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import jax
 import jax.numpy as jnp
+import memory
 import numpy as np
 from compile_options import compile_options
 
 import ddtree_jax
-from ddtree_jax import DecodeConfig, FinishReason
+from ddtree_jax import DecodeConfig, FinishReason, sampling
 
-# Prompts are padded to a multiple of this, so that prompts of like length share one compiled program.
-_WIDTH_STEP = 64
+_NARROWEST = 64  # columns
+# Between the request ids of a prompt's samples; odd, so that no two of 2^32 are the same.
+_APART = np.uint32(0x9E3779B1).astype(np.int32)
 
 
 @dataclasses.dataclass
@@ -34,6 +44,7 @@ class Totals:
 
     tokens: int = 0
     rounds: int = 0
+    undrafted_rounds: int = 0
     seconds: float = 0.0
     prefill_seconds: float = 0.0
     compile_seconds: float = 0.0
@@ -55,31 +66,54 @@ class Runner:
       drafter: a drafter, or None in mode "ar".
       config: its `max_rounds` is replaced.
       rounds_per_call: rounds between two looks at the result; None runs to the end in one call.
+      compiling: wraps each compilation, and is called with the number of prompts and the columns of each.
     """
 
-    def __init__(self, target, drafter, config: DecodeConfig, rounds_per_call: int | None = None):
+    def __init__(
+        self,
+        target,
+        drafter,
+        config: DecodeConfig,
+        rounds_per_call: int | None = None,
+        compiling: Callable[[int, int], contextlib.AbstractContextManager] | None = None,
+    ):
         self._target = target
         self._drafter = None if config.mode == "ar" else drafter
-        self._config = config
+        self._asked = config
+        self._config = dataclasses.replace(
+            config,
+            seed=0,
+            temperature=1.0 if config.temperature > 0 else 0.0,
+            max_new_tokens=columns(config.max_new_tokens, target.max_context),
+        )
         self._rounds_per_call = rounds_per_call
+        self._compiling = compiling or (lambda prompts, width: contextlib.nullcontext())
         self._programs = {}
         self.totals = Totals()
 
     def prepare(self, batch: int, longest: int):
-        """Compiles for `batch` prompts of at most `longest` tokens; `run` does it when needed."""
-        return self._compiled(batch, -(-longest // _WIDTH_STEP) * _WIDTH_STEP)
+        """Compiles for up to `batch` prompts of at most `longest` tokens; `run` does it when needed.
+
+        Raises:
+          MemoryError: their caches do not fit; the message names the flags to lower.
+        """
+        return self._fitting(batch, columns(longest, self._target.max_context))
 
     def run(
         self,
         prompts: Sequence[Sequence[int]],
-        on_tokens: Callable[[int, list[int]], None] | None = None,
+        samples: Sequence[int] | None = None,
+        on_progress: Callable[[list[Completion]], None] | None = None,
         first: int = 0,
     ) -> list[Completion]:
         """Continues the prompts as one batch.
 
         Args:
           prompts: token ids of each prompt.
-          on_tokens: called as `on_tokens(i, new_ids)` when prompt i of the batch has grown.
+          samples: numbers that tell equal prompts apart where tokens are drawn, 0 for each by default. What a
+            prompt of some number gets is the same in every batch.
+          on_progress: called with the completions so far, those of finish reason "running" too, after the prefill
+            and after each call.
           first: the number of the batch's first prompt in the caller's list, for messages.
 
         Returns:
@@ -87,6 +121,7 @@ class Runner:
 
         Raises:
           ValueError: an empty prompt, or one longer than the target's context.
+          MemoryError: what they need does not fit; the message names the flags to lower.
         """
         for i, prompt in enumerate(prompts, first):
             if not prompt:
@@ -96,79 +131,159 @@ class Runner:
                     f"prompt {i} has {len(prompt)} tokens, but the target's context holds "
                     f"{self._target.max_context}: shorten it"
                 )
-        longest = max(map(len, prompts))
-        prefill, loop, width = self.prepare(len(prompts), longest)
-        tokens = np.zeros((len(prompts), width), np.int32)
-        for row, prompt in zip(tokens, prompts, strict=True):
-            row[: len(prompt)] = prompt
-        lengths = np.asarray([len(prompt) for prompt in prompts], np.int32)
-        tokens, lengths_device = jnp.asarray(tokens), jnp.asarray(lengths)
+        with memory.naming_flags():
+            return self._run(prompts, samples or [0] * len(prompts), on_progress)
 
-        start = time.perf_counter()
-        result = jax.block_until_ready(prefill(self._target, self._drafter, tokens, lengths_device))
-        self.totals.prefill_seconds += time.perf_counter() - start
-        seen = lengths.copy()
-        prefilled = np.asarray(result.lengths)
-        self._report(result, seen, on_tokens)
-        while np.any(np.asarray(result.finish_reason) == FinishReason.RUNNING):
-            start = time.perf_counter()
-            result = loop(self._target, self._drafter, tokens, lengths_device, state=result.state)
+    def _run(self, prompts, samples, on_progress):
+        start, loop, (batch, width) = self.prepare(len(prompts), max(map(len, prompts)))
+        tokens = np.zeros((batch, width), np.int32)
+        lengths = np.zeros(
+            batch, np.int32
+        )  # A row without a prompt is a request that ends at once.
+        numbers = np.zeros(batch, np.int32)
+        for i, (prompt, sample) in enumerate(zip(prompts, samples, strict=True)):
+            tokens[i, : len(prompt)], lengths[i], numbers[i] = prompt, len(prompt), sample
+        models = self._target, self._drafter
+        # Where they lie is not told, so that a mesh's program takes them too.
+        given = jnp.asarray(tokens), jnp.asarray(lengths)
+        asked = self._asked
+        limit = min(asked.max_new_tokens, self._config.max_new_tokens)
+        settings = {
+            "seed": np.uint32(asked.seed % 2**32),
+            "max_new": np.full(batch, limit, np.int32),
+        }
+        if asked.temperature > 0:
+            settings["temperature"] = np.float32(asked.temperature)
+
+        began = time.perf_counter()
+        result = jax.block_until_ready(start(*models, *given, numbers, **settings))
+        self.totals.prefill_seconds += time.perf_counter() - began
+        look = _Look(self.totals, lengths[: len(prompts)], np.asarray(result.lengths))
+        completions = look(result)
+        while True:
+            if on_progress is not None:
+                on_progress(completions)
+            if not np.any(np.asarray(result.finish_reason) == FinishReason.RUNNING):
+                return completions
+            began = time.perf_counter()
+            result = loop(*models, *given, state=result.state)
             jax.block_until_ready(result.finish_reason)
-            self.totals.seconds += time.perf_counter() - start
-            self._report(result, seen, on_tokens)
-        return self._completions(result, lengths, prefilled)
+            self.totals.seconds += time.perf_counter() - began
+            completions = look(result)
+
+    def _fitting(self, batch: int, width: int):
+        """The smallest program that holds so many prompts of so many columns, compiled if there is none."""
+        fits = [size for size in self._programs if size[0] >= batch and size[1] >= width]
+        size = min(fits, key=math.prod, default=(batch, width))
+        if size not in self._programs:
+            began = time.perf_counter()
+            with memory.naming_flags(), self._compiling(*size):
+                self._programs[size] = self._compiled(*size)
+            self.totals.compile_seconds += time.perf_counter() - began
+        return *self._programs[size], size
 
     def _compiled(self, batch: int, width: int):
-        key = (batch, width)
-        if key not in self._programs:
-            start = time.perf_counter()
-            tokens = jax.ShapeDtypeStruct((batch, width), jnp.int32)
-            lengths = jax.ShapeDtypeStruct((batch,), jnp.int32)
-            # On a mesh every result is whole on each device, so that what one program returns fits the next.
-            placement = getattr(self._target, "placement", None)
-            placed = {} if placement is None else {"out_shardings": placement.whole}
-            decode = jax.jit(
-                ddtree_jax.ddtree_decode,
-                static_argnames="config",
-                donate_argnames="state",
-                compiler_options=compile_options(),
-                **placed,
-            )
-            models = (self._target, self._drafter)
-            first = dataclasses.replace(self._config, max_rounds=0)
-            later = dataclasses.replace(self._config, max_rounds=self._rounds_per_call)
-            prefill = decode.lower(*models, tokens, lengths, config=first)
-            state = prefill.out_info.state
-            loop = decode.lower(*models, tokens, lengths, config=later, state=state)
-            self._programs[key] = (prefill.compile(), loop.compile(), width)
-            self.totals.compile_seconds += time.perf_counter() - start
-        return self._programs[key]
+        shape = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.int32)
+        given = shape((batch, width)), shape((batch,))
+        settings = {"seed": shape((), dtype=jnp.uint32), "max_new": shape((batch,))}
+        if self._asked.temperature > 0:
+            settings["temperature"] = shape((), dtype=jnp.float32)
+        # On a mesh every result is whole on each device, so that what one program returns fits the next.
+        placement = getattr(self._target, "placement", None)
+        placed = {} if placement is None else {"out_shardings": placement.whole}
+        jit = functools.partial(
+            jax.jit, static_argnames="config", compiler_options=compile_options(), **placed
+        )
+        models = (self._target, self._drafter)
+        first = dataclasses.replace(self._config, max_rounds=0)
+        later = dataclasses.replace(self._config, max_rounds=self._rounds_per_call)
+        start = jit(_start).lower(*models, *given, shape((batch,)), config=first, **settings)
+        state = start.out_info.state
+        held = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(state))
+        rows = state.cache.shape[2]
+        what = f"the caches of {batch} requests with {rows:,} positions each"
+        memory.check(held, what)
+        loop = jit(ddtree_jax.ddtree_decode, donate_argnames="state")
+        loop = loop.lower(*models, *given, config=later, state=state)
+        start, loop = start.compile(), loop.compile()
+        memory.check(max(_fresh_bytes(start), held + _fresh_bytes(loop)), f"a round and {what}")
+        return start, loop
 
-    @staticmethod
-    def _report(result, seen, on_tokens):
-        lengths = np.asarray(result.lengths)
-        if on_tokens is not None:
-            tokens = np.asarray(result.tokens)
-            for i in np.flatnonzero(lengths > seen):
-                on_tokens(int(i), tokens[i, seen[i] : lengths[i]].tolist())
-        seen[:] = lengths
 
-    def _completions(self, result, prompt_lengths, prefilled):
+class _Look:
+    """Reads a batch's results and keeps a runner's totals.
+
+    Args:
+      totals: to add to.
+      prompts: i32[B], the prompts' lengths, without the rows that hold none.
+      prefilled: i32[>= B], lengths after the prefill, which emits the first token as no round does.
+    """
+
+    def __init__(self, totals: Totals, prompts, prefilled):
+        self._totals, self._before = totals, dataclasses.replace(totals)
+        self._prompts, self._prefilled = prompts, prefilled
+
+    def __call__(self, result) -> list[Completion]:
         tokens, lengths = np.asarray(result.tokens), np.asarray(result.lengths)
         rounds, reasons = np.asarray(result.rounds), np.asarray(result.finish_reason)
-        completions = []
-        for i in range(len(lengths)):
-            emitted = int(
-                lengths[i] - prefilled[i]
-            )  # The prefill emits the first token, no round does.
-            self.totals.tokens += emitted
-            self.totals.rounds += int(rounds[i])
-            completions.append(
-                Completion(
-                    tokens=tokens[i, prompt_lengths[i] : lengths[i]].tolist(),
-                    finish_reason=FinishReason(int(reasons[i])).name.lower(),
-                    rounds=int(rounds[i]),
-                    mean_accepted=emitted / int(rounds[i]) if rounds[i] else 0.0,
-                )
+        emitted = (lengths - self._prefilled).tolist()
+        count = len(self._prompts)
+        for name, values in {
+            "tokens": emitted[:count],
+            "rounds": rounds[:count],
+            "undrafted_rounds": np.asarray(result.state.undrafted_rounds)[:count],
+        }.items():
+            setattr(self._totals, name, getattr(self._before, name) + int(sum(values)))
+        return [
+            Completion(
+                tokens=tokens[i, self._prompts[i] : lengths[i]].tolist(),
+                finish_reason=FinishReason(int(reasons[i])).name.lower(),
+                rounds=int(rounds[i]),
+                mean_accepted=emitted[i] / int(rounds[i]) if rounds[i] else 0.0,
             )
-        return completions
+            for i in range(count)
+        ]
+
+
+def columns(count: int, context: int) -> int:
+    """`count` rounded up to a power of two, of 64 at least, and to no more than a context needs."""
+    most = -(-context // _NARROWEST) * _NARROWEST
+    return min(max(_NARROWEST, 1 << (count - 1).bit_length()), most)
+
+
+def even_batches(count: int, most: int) -> Iterator[slice]:
+    """Slices of `count` requests into as few batches of at most `most` as there can be, sized alike.
+
+    All can then run in a program for the first, and its rows are hardly ever empty.
+    """
+    size = -(-count // -(-count // most))
+    for first in range(0, count, size):
+        yield slice(first, min(first + size, count))
+
+
+@contextlib.contextmanager
+def said_if_long(say: Callable[[], None], seconds: float = 1.0):
+    """Calls `say` when what is inside has lasted so long."""
+    timer = threading.Timer(seconds, say)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
+def _start(target, drafter, tokens, lengths, samples, *, config, **settings):
+    """`ddtree_decode`'s start; a prompt's first sample is what it gets without request ids."""
+    request_ids = sampling.prompt_ids(tokens, lengths) + samples * _APART
+    return ddtree_jax.ddtree_decode(
+        target, drafter, tokens, lengths, config=config, request_ids=request_ids, **settings
+    )
+
+
+def _fresh_bytes(program) -> int:
+    """Bytes that a call allocates."""
+    size = program.memory_analysis()
+    if size is None:
+        return 0
+    return size.temp_size_in_bytes + size.output_size_in_bytes - size.alias_size_in_bytes

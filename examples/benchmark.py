@@ -21,8 +21,9 @@ import json
 import pathlib
 import sys
 
-from absl import app, flags, logging
-from one_line_errors import one_line_errors
+import model_flags
+import program
+from absl import flags
 
 _SUITE = flags.DEFINE_enum(
     "suite", "kernels", ["kernels", "step", "curve", "compile"], "What to time."
@@ -48,23 +49,7 @@ _NODES = flags.DEFINE_list(
 _PREFIXES = flags.DEFINE_list(
     "prefixes", None, "Context lengths of the step; the curve takes the first."
 )
-_CHECKPOINT = flags.DEFINE_string("checkpoint", None, "Target of the curve; the demo's by default.")
-_DRAFTER = flags.DEFINE_string("drafter", None, "Drafter of the curve; the demo's by default.")
-_DTYPE = flags.DEFINE_enum(
-    "dtype", None, ["float32", "bfloat16"], "Of the curve; float32 on a CPU, bfloat16 elsewhere."
-)
-_PARAM_DTYPE = flags.DEFINE_enum(
-    "param_dtype",
-    None,
-    ["float32", "bfloat16", "stored"],
-    "Of the curve's weights, as generate.py takes it.",
-)
-_CACHE_DTYPE = flags.DEFINE_enum(
-    "cache_dtype",
-    None,
-    ["float32", "bfloat16", "float8_e4m3fn"],
-    "Of the curve's latent cache, as generate.py takes it.",
-)
+flags.adopt_module_key_flags(model_flags)
 _BATCH = flags.DEFINE_integer("batch_size", 1, "Requests, of step and curve.")
 _FIGURE = flags.DEFINE_string(
     "figure", None, "Draw the step's times to this file (needs matplotlib)."
@@ -87,15 +72,8 @@ class Row:
     xla: float | None = None
 
 
-def main(argv):
-    if len(argv) > 1:
-        raise app.UsageError(f"unexpected argument {argv[1]!r}")
-    with one_line_errors():
-        _run()
-
-
-def _run():
-    logging.set_verbosity(logging.WARNING)
+def main():
+    """Runs the suite."""
     for name in ("repeats", "batch_size", "layers"):
         value = flags.FLAGS[name].value
         if value is not None and value < 1:
@@ -103,6 +81,8 @@ def _run():
     nodes, prefixes = _sizes("nodes", _NODES.value), _sizes("prefixes", _PREFIXES.value or [])
     if nodes[:1] != [1] or nodes != sorted(set(nodes)) or nodes[-1] > _MAX_NODES:
         raise ValueError(f"--nodes must ascend from 1 to at most {_MAX_NODES}, not {nodes}")
+    if _SUITE.value == "curve":
+        model_flags.check()
     import jax
 
     full = _SIZE.value == "full" if _SIZE.value else jax.default_backend() != "cpu"
@@ -171,18 +151,8 @@ def _step(full, device, nodes, prefixes):
 def _curve(device, nodes, prefixes):
     """The suite "curve"."""
     import step_suite
-    from dtypes import dtypes
 
-    from ddtree_jax import models
-    from ddtree_jax.models import demo
-
-    if (_CHECKPOINT.value is None) != (_DRAFTER.value is None):
-        raise ValueError("--checkpoint and --drafter go together")
-    kinds = dtypes(_DTYPE.value, _PARAM_DTYPE.value)
-    target = models.load_target(
-        _CHECKPOINT.value or demo.TARGET, **kinds, cache_dtype=_CACHE_DTYPE.value
-    )
-    drafter = models.load_drafter(_DRAFTER.value or demo.DRAFTER, target, **kinds)
+    target, drafter = model_flags.load_pair()
     prefix = prefixes[0] if prefixes else 160
     if prefix + nodes[-1] > target.max_context:
         raise ValueError(
@@ -444,4 +414,4 @@ def _expert_mlp(full, tokens):
 
 
 if __name__ == "__main__":
-    app.run(main)
+    program.run(main)

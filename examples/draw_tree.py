@@ -7,56 +7,43 @@ python examples/draw_tree.py --checkpoint DIR --drafter DIR --prompt "Hello" --b
 from __future__ import annotations
 
 import functools
-import sys
 
-from absl import app, flags, logging
-from one_line_errors import one_line_errors
+import model_flags
+import program
+from absl import flags
+from one_line_errors import show
 
 _PROMPT = flags.DEFINE_string("prompt", None, "The prompt; the demo's first by default.")
-_CHECKPOINT = flags.DEFINE_string("checkpoint", None, "Folder of the target; the demo by default.")
-_DRAFTER = flags.DEFINE_string("drafter", None, "Folder of the drafter; the demo's by default.")
-_BUDGET = flags.DEFINE_integer("budget", 16, "Draft nodes of a tree, root excluded, 0 .. 256.")
-_ROUNDS = flags.DEFINE_integer("rounds", 3, "Rounds to draw, at least 1; fewer if the text ends.")
-_SPINE = flags.DEFINE_bool("keep_spine", True, "Force the path of first candidates into the tree.")
-_DTYPE = flags.DEFINE_enum(
-    "dtype", None, ["float32", "bfloat16"], "float32 on a CPU, bfloat16 elsewhere."
+flags.adopt_module_key_flags(model_flags)
+_BUDGET = flags.DEFINE_integer(
+    "budget", 16, "Draft nodes of a tree, root excluded.", lower_bound=0, upper_bound=256
 )
+_ROUNDS = flags.DEFINE_integer(
+    "rounds", 3, "Rounds to draw; fewer if the text ends.", lower_bound=1
+)
+_SPINE = flags.DEFINE_bool("keep_spine", True, "Force the path of first candidates into the tree.")
 
 
-def main(argv):
-    if len(argv) > 1:
-        raise app.UsageError(f"unexpected argument {argv[1]!r}: the prompt goes into --prompt")
-    with one_line_errors():
-        _run()
-
-
-def _run():
-    logging.set_verbosity(logging.WARNING)  # JAX tells at INFO which backends this machine lacks.
-    if _ROUNDS.value < 1:
-        raise ValueError(f"--rounds must be at least 1, not {_ROUNDS.value}")
-    if _CHECKPOINT.value is not None and _DRAFTER.value is None:
-        raise ValueError("--checkpoint needs --drafter DIR beside it")
-    if _CHECKPOINT.value is not None and _PROMPT.value is None:
+def main():
+    """Draws them."""
+    model_flags.check()
+    if model_flags.CHECKPOINT.value is not None and _PROMPT.value is None:
         raise ValueError("no prompt: give --prompt")
 
     import jax
     import numpy as np
-    from dtypes import dtypes
     from rich.console import Console
     from tree_picture import picture
 
     import ddtree_jax
-    from ddtree_jax import decode, models
+    from ddtree_jax import decode
     from ddtree_jax.models import demo
 
-    kinds = dtypes(_DTYPE.value)
-    folder = _CHECKPOINT.value or demo.TARGET
-    tokenizer = models.load_tokenizer(folder)
+    tokenizer = model_flags.load_tokenizer()
     prompt = tokenizer.encode(demo.prompts()[0] if _PROMPT.value is None else _PROMPT.value)
     if not prompt:
         raise ValueError("the prompt is empty: give it some text")
-    target = models.load_target(folder, **kinds)
-    drafter = models.load_drafter(_DRAFTER.value or demo.DRAFTER, target, **kinds)
+    target, drafter = model_flags.load_pair()
     config = ddtree_jax.DecodeConfig(
         budget=_BUDGET.value,
         keep_spine=_SPINE.value,
@@ -78,11 +65,12 @@ def _run():
             break
         tree, state, path = one_round(target, drafter, state)
         emitted = np.asarray(path.tokens[0, : int(path.num_emitted[0])]).tolist()
-        console.print(f"round {number}: {int(tree.num_nodes[0])} nodes")
-        console.print(picture(tree, path, tokenizer.decode))
-        console.print(f"{len(emitted)} tokens: {tokenizer.decode(emitted)!r}\n", markup=False)
+        with console.capture() as drawn:
+            console.print(f"round {number}: {int(tree.num_nodes[0])} nodes")
+            console.print(picture(tree, path, tokenizer.decode))
+            console.print(f"{len(emitted)} tokens: {tokenizer.decode(emitted)!r}\n", markup=False)
+        show(drawn.get())
 
 
 if __name__ == "__main__":
-    sys.stdout.reconfigure(errors="replace")
-    app.run(main)
+    program.run(main, hint="the prompt goes into --prompt")

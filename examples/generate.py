@@ -18,6 +18,7 @@ import math
 
 import compiled_programs
 import interrupt
+import memory
 import model_flags
 import program
 import prompts
@@ -108,6 +109,7 @@ _LARGEST = 3.4028234663852886e38  # of float32
 def main():
     """Checks all flags, and then imports what the decoding needs, which takes seconds."""
     _check()
+    memory.check_start()
     for line in ignored(flags.FLAGS):
         note(line)
     if _DRY_RUN.value:
@@ -157,16 +159,12 @@ def _decode(texts, json_file, kept_in):
     """Loads the models, decodes and writes the report."""
     import jax
     from comparing import compare
-    from dtypes import dtypes
     from report import Report
     from splitting import check_split, make_mesh
     from streaming import said_compiling, stream
 
     from ddtree_jax.models import demo
 
-    if dtypes(model_flags.DTYPE.value)["dtype"] == "float32":
-        # A GPU's own default is TF32, which keeps 10 bits of a number and not 23.
-        jax.config.update("jax_default_matmul_precision", "highest")
     mesh = make_mesh(_MESH.value)
     if mesh is not None:
         check_split(model_flags.paths()[0], mesh.size, model_flags.IGNORE_CONFIG.value)

@@ -18,8 +18,8 @@ import tempfile
 import time
 
 import numpy as np
-from absl import app, flags, logging
-from one_line_errors import one_line_errors
+import program
+from absl import flags
 
 _CONFIG = flags.DEFINE_string("config", None, "A config.json; the demo's by default.")
 _OUTPUT = flags.DEFINE_string("output", None, "The folder to write; it must be empty or new.")
@@ -32,15 +32,8 @@ _STD = 0.02  # of the weights
 _FP8_STD = 100.0  # of the numbers that stand for them, in a range of 448
 
 
-def main(argv):
-    if len(argv) > 1:
-        sys.exit(f"error: unexpected argument {argv[1]!r}")
-    logging.set_verbosity(logging.WARNING)
-    with one_line_errors():
-        _run()
-
-
-def _run():
+def main():
+    """Writes it."""
     from ddtree_jax.models import demo
 
     if _OUTPUT.value is None:
@@ -203,4 +196,4 @@ def _random(name: str, shape: tuple[int, ...], dtype, rng) -> np.ndarray:
 
 
 if __name__ == "__main__":
-    app.run(main)
+    program.run(main)

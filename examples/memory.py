@@ -1,4 +1,4 @@
-"""Whether what a program is about to hold fits, asked before XLA is: on a CPU it may abort the process if not."""
+"""Whether what a program is about to hold fits, asked before XLA is: on a CPU it may end the process if not."""
 
 from __future__ import annotations
 
@@ -8,10 +8,20 @@ import pathlib
 import re
 import resource
 
-import jax
-
-_WAY_ROUND = "lower --batch_size or --max_new_tokens"
 _PAGE = os.sysconf("SC_PAGE_SIZE")
+# Address space and memory on a machine of two cores: JAX with its threads and the demo, and XLA while it compiles.
+_JAX = 1_600_000_000
+_COMPILER = 500_000_000
+
+
+def check_start():
+    """Raises MemoryError where `ulimit -v` leaves less than JAX takes: its threads would end the process."""
+    free = _address_space()
+    if free is not None and free < _JAX + _COMPILER:
+        raise MemoryError(
+            f"out of memory: ulimit -v leaves {_gb(max(free, 0))}, and JAX takes {_gb(_JAX + _COMPILER)} before any "
+            "checkpoint: raise it"
+        )
 
 
 def free_bytes() -> int | None:
@@ -20,45 +30,62 @@ def free_bytes() -> int | None:
     On a CPU the least of what the machine has left, what `ulimit -v` leaves of address space, and what a container
     may take beside the pages of files.
     """
+    import jax
+
     device = jax.local_devices()[0]
     stats = device.memory_stats() or {}
     if "bytes_limit" in stats:
         return stats["bytes_limit"] - stats["bytes_in_use"]
-    if device.platform != "cpu":
+    if not _on_cpu():
         return None
     return min(
         (n for n in (_machine(), _address_space(), _container()) if n is not None), default=None
     )
 
 
-def check(needed: int, what: str):
-    """Raises MemoryError, with the flags to lower, if `needed` bytes for `what` are more than are free."""
+def check(needed: int, what: str, way_round: str, *, compiled: bool):
+    """Raises MemoryError if `needed` bytes for `what` are more than are free.
+
+    Args:
+      needed: bytes on the first device.
+      what: in the message.
+      way_round: in the message too.
+      compiled: whether nothing is left to compile; on a CPU that takes memory as well.
+    """
     free = free_bytes()
-    if free is not None and needed > free:
+    compiler = 0 if compiled or not _on_cpu() else _COMPILER
+    if free is not None and needed + compiler > free:
+        beside = f" beside {_gb(compiler)} to compile with" if compiler else ""
         raise MemoryError(
-            f"out of memory: {what} take {_gb(needed)}, and {_gb(max(free, 0))} are free: {_WAY_ROUND}"
+            f"out of memory: {what} take {_gb(needed)}{beside}, and {_gb(max(free, 0))} are free: {way_round}"
         )
 
 
 @contextlib.contextmanager
-def naming_flags():
-    """Says of an allocation that failed which flags to lower.
+def naming(way_round: str):
+    """Says of an allocation that failed what to do about it.
 
     Raises:
-      MemoryError: in place of XLA's, jaxlib's or Python's own.
+      MemoryError: in place of XLA's, jaxlib's or Python's own, but not of one by `check`.
     """
     try:
         yield
-    except (jax.errors.JaxRuntimeError, MemoryError) as error:
+    except (RuntimeError, MemoryError) as error:
         text = str(error)
-        if isinstance(error, MemoryError) and _WAY_ROUND in text:
-            raise
-        exhausted = "RESOURCE_EXHAUSTED" in text or "bad_alloc" in text
-        if not exhausted and not isinstance(error, MemoryError):
+        short = (
+            isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in text or "bad_alloc" in text
+        )
+        if not short or text.startswith("out of memory: "):
             raise
         count = re.search(r"allocat\w*\s+(\d+)\s*bytes", text)
         asked = f" at {_gb(int(count[1]))} more" if count else ""
-        raise MemoryError(f"out of memory{asked}: {_WAY_ROUND}") from error
+        raise MemoryError(f"out of memory{asked}: {way_round}") from error
+
+
+def _on_cpu() -> bool:
+    import jax
+
+    return jax.default_backend() == "cpu"
 
 
 def _machine() -> int | None:
@@ -88,4 +115,4 @@ def _read(path: str) -> str:
 
 
 def _gb(count: int) -> str:
-    return f"{count / 1e9:.1f} GB" if count >= 1e8 else f"{count / 1e6:.1f} MB"
+    return f"{count / 1e9:.2f} GB" if count >= 1e8 else f"{count / 1e6:.1f} MB"

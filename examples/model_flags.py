@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 
+import memory
 from absl import flags
 from one_line_errors import naming
 
@@ -72,22 +73,29 @@ def paths() -> tuple[str, str | None]:
 
 
 def load_pair(needs_drafter: bool = True, mesh=None):
-    """Loads the target, and the drafter or None.
+    """Loads the target, and the drafter or None; from now on float32 is multiplied in full.
 
     Raises:
       OSError, ValueError: as `load_target` and `load_drafter`.
+      MemoryError: they do not fit.
     """
+    import jax
     from dtypes import dtypes
 
     from ddtree_jax import models
 
     kinds = {**dtypes(DTYPE.value, PARAM_DTYPE.value), "ignore_config": IGNORE_CONFIG.value}
+    if kinds["dtype"] == "float32":
+        # A GPU's own default is TF32, which keeps 10 bits of a number and not 23.
+        jax.config.update("jax_default_matmul_precision", "highest")
     target_path, drafter_path = paths()
-    with naming(CHECKPOINT.name, target_path):
+    short = memory.naming("--checkpoint does not fit: generate.py --dry_run says what it takes")
+    with short, naming(CHECKPOINT.name, target_path):
         target = models.load_target(target_path, mesh=mesh, cache_dtype=CACHE_DTYPE.value, **kinds)
     if not needs_drafter:
         return target, None
-    with naming(DRAFTER.name, drafter_path):
+    short = memory.naming("--drafter does not fit beside the target")
+    with short, naming(DRAFTER.name, drafter_path):
         drafter = models.load_drafter(drafter_path, target, window=DRAFT_WINDOW.value, **kinds)
     return target, drafter
 

@@ -17,7 +17,7 @@ def one_line_errors(*also: type[Exception]):
     """
     try:
         yield
-        _flush()
+        show("")
     except BrokenPipeError:
         # Python flushes once more at its end.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -48,17 +48,8 @@ def show(text: str):
       BrokenPipeError: nobody reads it.
       OSError: it cannot be written; says so of the standard output.
     """
-    sys.stdout.write(text)
-    _flush()
-
-
-def note(text: str):
-    """Prints one line for whoever watches."""
-    print(f"note: {text}", file=sys.stderr, flush=True)
-
-
-def _flush():
     try:
+        sys.stdout.write(text)
         sys.stdout.flush()
     except BrokenPipeError:
         raise
@@ -66,6 +57,11 @@ def _flush():
         # What is left in the buffer would fail again at Python's end, with lines of its own.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise OSError(f"the standard output: {error.strerror}") from error
+
+
+def note(text: str):
+    """Prints one line for whoever watches."""
+    print(f"note: {text}", file=sys.stderr, flush=True)
 
 
 def _told(error: OSError, path: str) -> str:

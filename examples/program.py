@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 import interrupt
 from absl import app, flags, logging
-from one_line_errors import note, one_line_errors
+from one_line_errors import note, one_line_errors, show
 
 
 def run(main: Callable[[], None], *, hint: str = "every flag starts with --"):
@@ -48,7 +48,7 @@ def _parse(argv: list[str]) -> list[str]:
         raise SystemExit("error: " + str(error).removeprefix("flag ")) from error
     except SystemExit:
         # absl has printed help, after which it ends with 1.
-        sys.stdout.flush()
+        show("")
         raise SystemExit(0) from None
 
 

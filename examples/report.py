@@ -5,10 +5,13 @@ from __future__ import annotations
 import contextlib
 import json
 import pathlib
+import time
 from collections.abc import Sequence
 
 from output import write
 from prompts import Request
+
+_SECONDS = 30.0  # between two times that the file is written, should the process be killed
 
 
 class Report:
@@ -29,6 +32,7 @@ class Report:
         self._several = any(request.sample for request in requests)
         self._mode, self._totals = "", None
         self._finished, self._current = [], []
+        self._saved = time.monotonic()
         self.tables = {}
 
     def begin(self, mode: str, totals):
@@ -44,6 +48,8 @@ class Report:
         """The batch's completions."""
         # Ctrl-C may come between any two lines, and ask for all of it in another thread.
         self._finished, self._current = [*self._finished, *completions], []
+        if time.monotonic() > self._saved + _SECONDS:
+            self.save()
 
     @property
     def finished(self) -> int:
@@ -69,6 +75,7 @@ class Report:
         """
         if self._path is not None:
             write("json", self._path, json.dumps(self.values(), indent=1) + "\n")
+            self._saved = time.monotonic()
 
     def save_early(self) -> str:
         """Writes what there is at an early end, and returns what to say of it: nothing if there is nothing."""

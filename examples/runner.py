@@ -1,7 +1,8 @@
 """Compiles `ddtree_decode` once for a batch shape and runs prompts through it, streaming.
 
 Few things are in a program: seed, temperature, the prompts' lengths and how many tokens they may get are its
-arguments. The columns for prompts and for new tokens are powers of two, so that another run finds its program.
+arguments. The columns for prompts and for new tokens are powers of two where memory allows it, so that another run
+finds its program.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ from compile_options import compile_options
 import ddtree_jax
 from ddtree_jax import DecodeConfig, FinishReason, sampling
 
-_NARROWEST = 64  # columns
+_STEP = 64  # columns, and the fewest
+_WAY_ROUND = "lower --batch_size or --max_new_tokens"
 # Between the request ids of a prompt's samples; odd, so that no two of 2^32 are the same.
 _APART = np.uint32(0x9E3779B1).astype(np.int32)
 
@@ -81,10 +83,7 @@ class Runner:
         self._drafter = None if config.mode == "ar" else drafter
         self._asked = config
         self._config = dataclasses.replace(
-            config,
-            seed=0,
-            temperature=1.0 if config.temperature > 0 else 0.0,
-            max_new_tokens=columns(config.max_new_tokens, target.max_context),
+            config, seed=0, temperature=1.0 if config.temperature > 0 else 0.0
         )
         self._rounds_per_call = rounds_per_call
         self._compiling = compiling or (lambda prompts, width: contextlib.nullcontext())
@@ -97,7 +96,19 @@ class Runner:
         Raises:
           MemoryError: their caches do not fit; the message names the flags to lower.
         """
-        return self._fitting(batch, columns(longest, self._target.max_context))
+        fits = [size for size in self._programs if size[0] >= batch and size[1] >= longest]
+        if fits:
+            size = min(fits, key=math.prod)
+            return *self._programs[size], size
+        began = time.perf_counter()
+        try:
+            made = self._compiled(batch, longest, powers_of_two)
+        except MemoryError:
+            made = self._compiled(batch, longest, multiples)
+        self.totals.compile_seconds += time.perf_counter() - began
+        *programs, size = made
+        self._programs[size] = programs
+        return made
 
     def run(
         self,
@@ -131,7 +142,7 @@ class Runner:
                     f"prompt {i} has {len(prompt)} tokens, but the target's context holds "
                     f"{self._target.max_context}: shorten it"
                 )
-        with memory.naming_flags():
+        with memory.naming(_WAY_ROUND):
             return self._run(prompts, samples or [0] * len(prompts), on_progress)
 
     def _run(self, prompts, samples, on_progress):
@@ -147,7 +158,7 @@ class Runner:
         # Where they lie is not told, so that a mesh's program takes them too.
         given = jnp.asarray(tokens), jnp.asarray(lengths)
         asked = self._asked
-        limit = min(asked.max_new_tokens, self._config.max_new_tokens)
+        limit = min(asked.max_new_tokens, self._target.max_context)
         settings = {
             "seed": np.uint32(asked.seed % 2**32),
             "max_new": np.full(batch, limit, np.int32),
@@ -171,18 +182,18 @@ class Runner:
             self.totals.seconds += time.perf_counter() - began
             completions = look(result)
 
-    def _fitting(self, batch: int, width: int):
-        """The smallest program that holds so many prompts of so many columns, compiled if there is none."""
-        fits = [size for size in self._programs if size[0] >= batch and size[1] >= width]
-        size = min(fits, key=math.prod, default=(batch, width))
-        if size not in self._programs:
-            began = time.perf_counter()
-            with memory.naming_flags(), self._compiling(*size):
-                self._programs[size] = self._compiled(*size)
-            self.totals.compile_seconds += time.perf_counter() - began
-        return *self._programs[size], size
+    def _compiled(self, batch: int, longest: int, rounded: Callable[[int, int], int]):
+        """The two programs, and the number and the columns of the prompts that they take.
 
-    def _compiled(self, batch: int, width: int):
+        Raises:
+          MemoryError: what they hold does not fit.
+        """
+        context = self._target.max_context
+        width, new = rounded(longest, context), rounded(self._asked.max_new_tokens, context)
+        with memory.naming(_WAY_ROUND), self._compiling(batch, width):
+            return *self._programs_of(batch, width, new), (batch, width)
+
+    def _programs_of(self, batch: int, width: int, new: int):
         shape = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.int32)
         given = shape((batch, width)), shape((batch,))
         settings = {"seed": shape((), dtype=jnp.uint32), "max_new": shape((batch,))}
@@ -195,18 +206,21 @@ class Runner:
             jax.jit, static_argnames="config", compiler_options=compile_options(), **placed
         )
         models = (self._target, self._drafter)
-        first = dataclasses.replace(self._config, max_rounds=0)
-        later = dataclasses.replace(self._config, max_rounds=self._rounds_per_call)
+        first, later = (
+            dataclasses.replace(self._config, max_new_tokens=new, max_rounds=rounds)
+            for rounds in (0, self._rounds_per_call)
+        )
         start = jit(_start).lower(*models, *given, shape((batch,)), config=first, **settings)
         state = start.out_info.state
         held = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(state))
         rows = state.cache.shape[2]
         what = f"the caches of {batch} requests with {rows:,} positions each"
-        memory.check(held, what)
+        memory.check(held, what, _WAY_ROUND, compiled=False)
         loop = jit(ddtree_jax.ddtree_decode, donate_argnames="state")
         loop = loop.lower(*models, *given, config=later, state=state)
         start, loop = start.compile(), loop.compile()
-        memory.check(max(_fresh_bytes(start), held + _fresh_bytes(loop)), f"a round and {what}")
+        most = max(_fresh_bytes(start), held + _fresh_bytes(loop))
+        memory.check(most, f"a round and {what}", _WAY_ROUND, compiled=True)
         return start, loop
 
 
@@ -245,10 +259,14 @@ class _Look:
         ]
 
 
-def columns(count: int, context: int) -> int:
-    """`count` rounded up to a power of two, of 64 at least, and to no more than a context needs."""
-    most = -(-context // _NARROWEST) * _NARROWEST
-    return min(max(_NARROWEST, 1 << (count - 1).bit_length()), most)
+def powers_of_two(count: int, context: int) -> int:
+    """`count` columns rounded up so that few programs do, to no more than a context needs."""
+    return min(1 << max(count - 1, _STEP - 1).bit_length(), multiples(context, context))
+
+
+def multiples(count: int, context: int) -> int:
+    """`count` columns rounded up where memory is short."""
+    return -(-min(count, context) // _STEP) * _STEP
 
 
 def even_batches(count: int, most: int) -> Iterator[slice]:

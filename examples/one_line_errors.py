@@ -19,13 +19,15 @@ def one_line_errors(*also: type[Exception]):
         yield
         show("")
     except BrokenPipeError:
-        # Python flushes once more at its end.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _drop_output()
         sys.exit(_CLOSED_PIPE)
-    except MemoryError as error:
-        sys.exit("error: " + (_line(error) or "out of memory"))
-    except (ValueError, OSError, *also) as error:
-        sys.exit("error: " + _line(error))
+    except (ValueError, OSError, MemoryError, *also) as error:
+        if isinstance(error, OSError) and error.strerror and error.filename is None:
+            error = _of_output(error)  # A file would have a name.
+        text = " ".join(str(error).split())
+        if isinstance(error, MemoryError):
+            text = text or "out of memory"
+        sys.exit(f"error: {text}")
 
 
 @contextlib.contextmanager
@@ -54,9 +56,7 @@ def show(text: str):
     except BrokenPipeError:
         raise
     except OSError as error:
-        # What is left in the buffer would fail again at Python's end, with lines of its own.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        raise OSError(f"the standard output: {error.strerror}") from error
+        raise _of_output(error) from error
 
 
 def note(text: str):
@@ -73,5 +73,11 @@ def _told(error: OSError, path: str) -> str:
     return f"{file if file.startswith(os.path.join(path, '')) else path}: {error.strerror}"
 
 
-def _line(error: Exception) -> str:
-    return " ".join(str(error).split())
+def _of_output(error: OSError) -> OSError:
+    _drop_output()
+    return OSError(f"the standard output: {error.strerror}")
+
+
+def _drop_output():
+    """Lets go of what could not be written, which would fail again at Python's end, with lines of its own."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -14,7 +14,7 @@ import warnings
 import programs
 import pytest
 import quick_compile
-from absl import flags
+from absl import flags as program_flags
 from absl.testing import flagsaver
 from safetensors.numpy import load_file, save_file
 
@@ -401,7 +401,7 @@ def test_a_context_shorter_than_the_text_is_told(capsys):
 
     target, tokenizer = types.SimpleNamespace(max_context=9), types.SimpleNamespace(stop_ids=[7])
     with flagsaver.flagsaver():
-        flags.FLAGS(["generate.py", "--max_new_tokens=10", "--top_k=3"])
+        program_flags.FLAGS(["generate.py", "--max_new_tokens=10", "--top_k=3"])
         config = generate._config(target, tokenizer, on_cpu=True)
     assert config == DecodeConfig(budget=4, max_new_tokens=9, stop_tokens=(7,), top_k=3)
     note = "note: the context of 9 tokens ends a text before --max_new_tokens 10 does\n"

@@ -397,12 +397,13 @@ def test_json_is_whole_or_as_it_was(tmp_path):
 
 
 def test_a_context_shorter_than_the_text_is_told(capsys):
-    import generate
+    import decode_flags
+    import generate  # noqa: F401  for its flags
 
     target, tokenizer = types.SimpleNamespace(max_context=9), types.SimpleNamespace(stop_ids=[7])
     with flagsaver.flagsaver():
         program_flags.FLAGS(["generate.py", "--max_new_tokens=10", "--top_k=3"])
-        config = generate._config(target, tokenizer, on_cpu=True)
+        config = decode_flags.config(target, tokenizer, on_cpu=True)
     assert config == DecodeConfig(budget=4, max_new_tokens=9, stop_tokens=(7,), top_k=3)
     note = "note: the context of 9 tokens ends a text before --max_new_tokens 10 does\n"
     assert capsys.readouterr().err == note

@@ -6,7 +6,8 @@ import dataclasses
 
 from losslessness import judge
 from one_line_errors import show
-from runner import Runner, even_batches
+from runner import Runner
+from sizes import even_batches
 
 
 def compare(target, drafter, config, requests, *, batch_size, report, compiling, describe):

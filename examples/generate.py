@@ -17,6 +17,7 @@ import functools
 import math
 
 import compiled_programs
+import decode_flags
 import interrupt
 import memory
 import model_flags
@@ -24,7 +25,7 @@ import program
 import prompts
 from absl import flags
 from ignored import ignored
-from one_line_errors import naming, note
+from one_line_errors import note
 from output import output_file
 
 _PROMPT = flags.DEFINE_multi_string("prompt", [], "A prompt; give it again for more.")
@@ -41,38 +42,7 @@ _SYSTEM = flags.DEFINE_string("system", None, "With --chat: a system message bef
 _THINKING = flags.DEFINE_bool(
     "thinking", True, "With --chat: the model's turn opens with its reasoning."
 )
-_MODE = flags.DEFINE_enum("mode", "ddtree", ["ddtree", "chain", "ar"], "How to decode.")
-_BUDGET = flags.DEFINE_integer(
-    "budget",
-    None,
-    "Draft nodes of a tree, root excluded; the most of them with a cost curve. By default what the curve goes to; "
-    "without one 4 on a CPU, where each costs arithmetic, else 16.",
-    lower_bound=0,
-    upper_bound=256,
-)
-_COST_CURVE = flags.DEFINE_string(
-    "cost_curve",
-    None,
-    "File of benchmark.py --suite=curve or step, --json: rounds then verify what pays.",
-)
-_MAX_NEW = flags.DEFINE_integer(
-    "max_new_tokens",
-    256,
-    "Tokens to emit after each prompt, at most.",
-    lower_bound=1,
-    upper_bound=2**30,
-)
-_TEMPERATURE = flags.DEFINE_float("temperature", 0.0, "0 takes the most probable token.")
-_TOP_P = flags.DEFINE_float("top_p", 1.0, "Draw from this share of the probability; 1 is all.")
-_TOP_K = flags.DEFINE_integer(
-    "top_k", 0, "Draw from this many tokens; 0 is all.", lower_bound=0, upper_bound=2**30
-)
-_SEED = flags.DEFINE_integer(
-    "seed", 0, "Seed of the draws.", lower_bound=-(2**31), upper_bound=2**32 - 1
-)
-_SAMPLES = flags.DEFINE_integer(
-    "n", 1, "Texts to draw for each prompt, at a temperature above 0.", lower_bound=1
-)
+flags.adopt_module_key_flags(decode_flags)
 _MESH = flags.DEFINE_integer(
     "mesh",
     1,
@@ -103,8 +73,6 @@ _CACHE = flags.DEFINE_string(
     "Where compiled programs are kept; empty for nowhere.",
 )
 
-_LARGEST = 3.4028234663852886e38  # of float32
-
 
 def main():
     """Checks all flags, and then imports what the decoding needs, which takes seconds."""
@@ -132,27 +100,17 @@ def _check():
     Raises:
       OSError, ValueError: the message names the flag.
     """
-    for flag, fits, wanted in (
-        (_TEMPERATURE, lambda x: 0 <= x <= _LARGEST, "finite in float32 and at least 0"),
-        (_TOP_P, lambda x: 0 < x <= 1, "above 0 and at most 1"),
-        (_DEVICE_GB, lambda x: x is None or 0 < x < math.inf, "a number above 0"),
-    ):
-        if not fits(flag.value):
-            raise ValueError(f"--{flag.name} must be {wanted}, not {flag.value}")
-    if _SAMPLES.value > 1 and _TEMPERATURE.value == 0:
-        raise ValueError(
-            f"--n {_SAMPLES.value} draws the same text each time at --temperature 0: raise it"
-        )
+    gb = _DEVICE_GB.value
+    if gb is not None and not 0 < gb < math.inf:
+        raise ValueError(f"--device_gb must be a number above 0, not {gb}")
     if _DEVICES.value is not None and flags.FLAGS["mesh"].present:
         raise ValueError("--devices and --mesh are two ways to count: give one of them")
+    decode_flags.check()
     model_flags.check(_needs_drafter() and not _DRY_RUN.value)
-    if _COST_CURVE.value is not None:
-        with naming(_COST_CURVE.name, _COST_CURVE.value), open(_COST_CURVE.value, "rb"):
-            pass
 
 
 def _needs_drafter() -> bool:
-    return _COMPARE.value or _MODE.value != "ar"
+    return _COMPARE.value or decode_flags.MODE.value != "ar"
 
 
 def _decode(texts, json_file, kept_in):
@@ -172,14 +130,14 @@ def _decode(texts, json_file, kept_in):
     requests = prompts.requests(
         texts or demo.prompts()[: None if _COMPARE.value else 1],
         tokenizer,
-        samples=_SAMPLES.value,
+        samples=decode_flags.SAMPLES.value,
         chat=_CHAT.value,
         system=_SYSTEM.value,
         thinking=_THINKING.value,
     )
     target, drafter = model_flags.load_pair(_needs_drafter(), mesh)
-    prompts.check_lengths(requests, target.max_context, _SAMPLES.value)
-    config = _config(target, tokenizer, jax.default_backend() == "cpu")
+    prompts.check_lengths(requests, target.max_context, decode_flags.SAMPLES.value)
+    config = decode_flags.config(target, tokenizer, jax.default_backend() == "cpu")
 
     device = jax.devices()[0].device_kind
     device = device if mesh is None else f"{mesh.size} x {device}"
@@ -198,33 +156,6 @@ def _decode(texts, json_file, kept_in):
         else:
             stream(target, drafter, tokenizer, config, requests, chat=_CHAT.value, **told)
     report.save()
-
-
-def _config(target, tokenizer, on_cpu: bool):
-    """What to decode by."""
-    import ddtree_jax
-
-    path, budget = _COST_CURVE.value, _BUDGET.value
-    with naming(_COST_CURVE.name, path or ""):
-        curve = None if path is None else ddtree_jax.CostCurve.from_json(path)
-    if budget is None:
-        budget = curve.nodes[-1] - 1 if curve else 4 if on_cpu else 16
-    if _MAX_NEW.value > target.max_context:
-        note(
-            f"the context of {target.max_context} tokens ends a text before --max_new_tokens {_MAX_NEW.value} does"
-        )
-    return ddtree_jax.DecodeConfig(
-        mode=_MODE.value,
-        cost_curve=curve,
-        budget=budget,
-        # More than the context holds would only make room for what can never be said.
-        max_new_tokens=min(_MAX_NEW.value, target.max_context),
-        stop_tokens=tuple(tokenizer.stop_ids),
-        temperature=_TEMPERATURE.value,
-        top_k=_TOP_K.value,
-        top_p=_TOP_P.value,
-        seed=_SEED.value,
-    )
 
 
 if __name__ == "__main__":

@@ -40,10 +40,9 @@ def _parse(argv: list[str]) -> list[str]:
     try:
         return flags.FLAGS(argv)
     except flags.UnrecognizedFlagError as error:
-        _, _, guess = str(error).partition(". ")
-        raise SystemExit(
-            f"error: --{error.flagname}: no such flag. {guess}".rstrip(". ")
-        ) from error
+        guess = str(error).partition(". ")[2].replace(" ?", "?")
+        text = f"error: --{error.flagname}: no such flag. {guess}"
+        raise SystemExit(text.rstrip(". ")) from error
     except flags.Error as error:
         raise SystemExit("error: " + str(error).removeprefix("flag ")) from error
     except SystemExit:

@@ -11,53 +11,23 @@ import contextlib
 import dataclasses
 import functools
 import math
-import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
 import memory
 import numpy as np
 from compile_options import compile_options
+from completions import Completion, Look, Totals
+from sizes import multiples, powers_of_two
 
 import ddtree_jax
 from ddtree_jax import DecodeConfig, FinishReason, sampling
 
-_STEP = 64  # columns, and the fewest
 _WAY_ROUND = "lower --batch_size or --max_new_tokens"
 # Between the request ids of a prompt's samples; odd, so that no two of 2^32 are the same.
 _APART = np.uint32(0x9E3779B1).astype(np.int32)
-
-
-@dataclasses.dataclass
-class Completion:
-    """One prompt's continuation. `tokens` leaves the prompt out; `mean_accepted` is tokens a round."""
-
-    tokens: list[int]
-    finish_reason: str
-    rounds: int
-    mean_accepted: float
-
-
-@dataclasses.dataclass
-class Totals:
-    """Sums over every call of a `Runner`: decode time alone, without compilation or prefill."""
-
-    tokens: int = 0
-    rounds: int = 0
-    undrafted_rounds: int = 0
-    seconds: float = 0.0
-    prefill_seconds: float = 0.0
-    compile_seconds: float = 0.0
-
-    @property
-    def tokens_per_second(self) -> float:
-        return self.tokens / self.seconds if self.seconds else 0.0
-
-    @property
-    def mean_accepted(self) -> float:
-        return self.tokens / self.rounds if self.rounds else 0.0
 
 
 class Runner:
@@ -169,7 +139,7 @@ class Runner:
         began = time.perf_counter()
         result = jax.block_until_ready(start(*models, *given, numbers, **settings))
         self.totals.prefill_seconds += time.perf_counter() - began
-        look = _Look(self.totals, lengths[: len(prompts)], np.asarray(result.lengths))
+        look = Look(self.totals, lengths[: len(prompts)], np.asarray(result.lengths))
         completions = look(result)
         while True:
             if on_progress is not None:
@@ -222,73 +192,6 @@ class Runner:
         most = max(_fresh_bytes(start), held + _fresh_bytes(loop))
         memory.check(most, f"a round and {what}", _WAY_ROUND, compiled=True)
         return start, loop
-
-
-class _Look:
-    """Reads a batch's results and keeps a runner's totals.
-
-    Args:
-      totals: to add to.
-      prompts: i32[B], the prompts' lengths, without the rows that hold none.
-      prefilled: i32[>= B], lengths after the prefill, which emits the first token as no round does.
-    """
-
-    def __init__(self, totals: Totals, prompts, prefilled):
-        self._totals, self._before = totals, dataclasses.replace(totals)
-        self._prompts, self._prefilled = prompts, prefilled
-
-    def __call__(self, result) -> list[Completion]:
-        tokens, lengths = np.asarray(result.tokens), np.asarray(result.lengths)
-        rounds, reasons = np.asarray(result.rounds), np.asarray(result.finish_reason)
-        emitted = (lengths - self._prefilled).tolist()
-        count = len(self._prompts)
-        for name, values in {
-            "tokens": emitted[:count],
-            "rounds": rounds[:count],
-            "undrafted_rounds": np.asarray(result.state.undrafted_rounds)[:count],
-        }.items():
-            setattr(self._totals, name, getattr(self._before, name) + int(sum(values)))
-        return [
-            Completion(
-                tokens=tokens[i, self._prompts[i] : lengths[i]].tolist(),
-                finish_reason=FinishReason(int(reasons[i])).name.lower(),
-                rounds=int(rounds[i]),
-                mean_accepted=emitted[i] / int(rounds[i]) if rounds[i] else 0.0,
-            )
-            for i in range(count)
-        ]
-
-
-def powers_of_two(count: int, context: int) -> int:
-    """`count` columns rounded up so that few programs do, to no more than a context needs."""
-    return min(1 << max(count - 1, _STEP - 1).bit_length(), multiples(context, context))
-
-
-def multiples(count: int, context: int) -> int:
-    """`count` columns rounded up where memory is short."""
-    return -(-min(count, context) // _STEP) * _STEP
-
-
-def even_batches(count: int, most: int) -> Iterator[slice]:
-    """Slices of `count` requests into as few batches of at most `most` as there can be, sized alike.
-
-    All can then run in a program for the first, and its rows are hardly ever empty.
-    """
-    size = -(-count // -(-count // most))
-    for first in range(0, count, size):
-        yield slice(first, min(first + size, count))
-
-
-@contextlib.contextmanager
-def said_if_long(say: Callable[[], None], seconds: float = 1.0):
-    """Calls `say` when what is inside has lasted so long."""
-    timer = threading.Timer(seconds, say)
-    timer.daemon = True
-    timer.start()
-    try:
-        yield
-    finally:
-        timer.cancel()
 
 
 def _start(target, drafter, tokens, lengths, samples, *, config, **settings):

@@ -76,7 +76,7 @@ def trees(held, state, logits, roots, *, nodes, curve):
     """Candidates, the best tree, the budgets that the curve gives, and the tree that is verified."""
     candidates = draft_topk(logits, min(max(nodes - 1, 1), logits.shape[-1]))
     best = tree_build(*candidates, roots, budget=nodes - 1)
-    budgets, _ = node_budgets(best.log_probs, best.num_nodes, curve)
+    budgets, _, _ = node_budgets(best.log_probs, best.num_nodes, curve)
     return (
         tree_build(*candidates, roots, budget=nodes - 1, budgets=budgets, keep_spine=True),
         state,

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import sys
+import threading
+from collections.abc import Callable
 
 from one_line_errors import show
 from report import without_stops
-from runner import Runner, even_batches, said_if_long
+from runner import Runner
+from sizes import even_batches
 
 # Rounds between two looks at the text. A look costs a dispatch; four rounds are a line or so.
 _ROUNDS_PER_CALL = 4
@@ -99,7 +103,19 @@ def said_compiling(kept_in: str | None, prompts: int, columns: int):
     kept = f"; the next start finds the program in {kept_in}" if kept_in else ""
     many = "a prompt" if prompts == 1 else f"{prompts} prompts"
     line = f"compiling for {many} of up to {columns} tokens{kept} ..."
-    return said_if_long(lambda: print(line, file=sys.stderr, flush=True))
+    return _said_if_long(lambda: print(line, file=sys.stderr, flush=True))
+
+
+@contextlib.contextmanager
+def _said_if_long(say: Callable[[], None], seconds: float = 1.0):
+    """Calls `say` when what is inside has lasted so long."""
+    timer = threading.Timer(seconds, say)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 def _progress(report, printer, completions):

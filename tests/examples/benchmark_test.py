@@ -208,8 +208,8 @@ def test_compile_suite(tmp_path):
         (["--repeats=0"], "--repeats must be at least 1, not 0"),
         (["--batch_size=0"], "--batch_size must be at least 1, not 0"),
         (["--layers=0"], "--layers must be at least 1, not 0"),
-        (["--checkpoint=/no/such"], "--checkpoint and --drafter go together"),
-        (["--checkpoint=/no/such", "--drafter=/no/such"], "/no/such: no such folder"),
+        (["--checkpoint=/"], "--checkpoint needs --drafter DIR beside it"),
+        (["--checkpoint=/no/such", "--drafter=/"], "--checkpoint /no/such: no such folder"),
     ],
 )
 def test_bad_flags_are_one_line(flags, words):

@@ -69,7 +69,7 @@ def test_rounds_are_those_of_the_decode_loop():
 @pytest.mark.parametrize(
     "arguments, words",
     [
-        (["--rounds=0"], ["--rounds", "at least 1"]),
+        (["--rounds=0"], ["--rounds=0: 0 is not a positive integer"]),
         (["--budget=257"], ["budget", "256"]),
         (["--prompt="], ["empty"]),
         ([f"--checkpoint={demo.TARGET}"], ["--drafter"]),

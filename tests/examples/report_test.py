@@ -4,10 +4,10 @@ import json
 import pathlib
 
 import pytest
+from completions import Completion, Totals
 from output import output_file, write
 from prompts import Request
 from report import Report
-from runner import Completion, Totals
 from streaming import Printer, _seldom
 
 from ddtree_jax import DecodeConfig

@@ -1,5 +1,6 @@
 """The runner: its text is `ddtree_decode`'s, whatever its program is rounded to and whoever decodes beside."""
 
+import contextlib
 import types
 
 import jax
@@ -9,7 +10,8 @@ import pytest
 import quick_compile
 import runner
 from markov import follow, random_pair, wrong_drafter
-from runner import Runner, even_batches
+from runner import Runner
+from sizes import even_batches
 
 from ddtree_jax import DecodeConfig, ddtree_decode
 
@@ -96,11 +98,10 @@ def test_what_does_not_fit_when_rounded_is_compiled_as_it_is(rng, monkeypatch):
     monkeypatch.setattr(memory, "_COMPILER", 0)
     monkeypatch.setattr(runner, "_fresh_bytes", lambda program: 0)
     sizes = []
-    compiling = runner.contextlib.nullcontext
 
     def note(prompts, columns):
         sizes.append((prompts, columns))
-        return compiling()
+        return contextlib.nullcontext()
 
     one = Runner(target, drafter, DecodeConfig(budget=4, max_new_tokens=300), compiling=note)
     (completion,) = one.run([[7]])

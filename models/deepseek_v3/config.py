@@ -121,8 +121,8 @@ class KimiK26Config:
         ignore = ignored_keys(ignore)
         outer = Fields(values, where, ignore=ignore)
         text = outer
-        if outer.get("text_config") is not None:
-            inner = outer.values["text_config"]
+        if "text_config" in outer.values:
+            inner = outer.get("text_config")
             if not isinstance(inner, Mapping):
                 raise outer.error("text_config", f"must be an object, not {shown(inner)}")
             text = Fields(inner, f"{where} (text_config)", ignore=ignore)

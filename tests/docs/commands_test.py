@@ -228,7 +228,7 @@ def test_programs_take_the_flags_of_the_prose():
     _check_flags(lines)
     known = {"help"}
     for program in _examples():
-        if "app.run" in _text(program):
+        if "__main__" in _text(program):
             known.update(_parsed(program, ())["flags"])
     for page, words in alone:
         for word in words:

@@ -76,6 +76,8 @@ def _row(mode, totals, plain_rate, verdicts) -> dict:
 def _line(row, count) -> str:
     ties = f", {row['ties']} ties" if row["ties"] else ""
     ties += f", {row['expert_ties']} ties of experts" if row["expert_ties"] else ""
+    if row["mode"] != "ar" and row["undrafted_rounds"]:
+        ties += f", {row['undrafted_rounds']} rounds without a draft"
     return (
         f"{row['mode']:<8}{row['tokens_per_second']:>8.1f}{row['speed_up']:>9.2f}x{row['rounds']:>8}"
         f"{row['mean_accepted']:>18.2f}  {row['same']} of {count}{ties}\n"

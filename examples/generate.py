@@ -36,7 +36,9 @@ _PROMPT_FILE = flags.DEFINE_string(
 )
 flags.adopt_module_key_flags(model_flags)
 _CHAT = flags.DEFINE_bool(
-    "chat", False, "Each prompt is a user's message, put into the checkpoint's chat template."
+    "chat",
+    False,
+    "Each prompt is a user's message, put into the checkpoint's chat template; the reply stands below an empty line.",
 )
 _SYSTEM = flags.DEFINE_string("system", None, "With --chat: a system message before it.")
 _THINKING = flags.DEFINE_bool(

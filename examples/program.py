@@ -51,8 +51,11 @@ def _parse(argv: list[str]) -> list[str]:
         raise SystemExit(0) from None
 
 
-def _note(message, category, filename, lineno, file=None, line=None, *, seen=set()):  # noqa: B006
+_seen = set()
+
+
+def _note(message, category, filename, lineno, file=None, line=None):
     """A library's warning as one line, the first that a place of it gives."""
-    if (filename, lineno) not in seen:
-        seen.add((filename, lineno))
+    if (filename, lineno) not in _seen:
+        _seen.add((filename, lineno))
         note(" ".join(str(message).split()))

@@ -90,12 +90,14 @@ class Report:
         """Saves what there is if what is inside ends early."""
         try:
             yield
-        except BrokenPipeError:
-            self.save_early()
-            raise
-        except (OSError, MemoryError) as error:
+        except BaseException as error:
             told = self.save_early()
-            raise type(error)(f"{error} ({told})" if told else str(error)) from error
+            plain = isinstance(error, MemoryError | OSError) and not isinstance(
+                error, BrokenPipeError
+            )
+            if told and plain:
+                raise type(error)(f"{error} ({told})") from error
+            raise
 
     def _entry(self, request: Request, one) -> dict:
         reason = "interrupted" if one.finish_reason == "running" else one.finish_reason

@@ -15,6 +15,7 @@ from sizes import even_batches
 
 # Rounds between two looks at the text. A look costs a dispatch; four rounds are a line or so.
 _ROUNDS_PER_CALL = 4
+_WORTH_SAYING = 0.2  # of the rounds; a few pauses are part of every text
 
 
 def stream(
@@ -125,6 +126,7 @@ def _progress(report, printer, completions):
 
 def _seldom(config, totals) -> str:
     """That requests drafted rarely, if they did because drafts gained nothing."""
-    if config.mode == "ar" or config.budget == 0 or not totals.undrafted_rounds:
+    drafts = config.mode == "chain" or (config.mode == "ddtree" and config.budget > 0)
+    if not drafts or totals.undrafted_rounds < max(1, totals.rounds * _WORTH_SAYING):
         return ""
     return f"; drafts gained too little: {totals.undrafted_rounds} of {totals.rounds} rounds did without"

@@ -115,7 +115,10 @@ def test_the_last_line_says_when_drafts_were_rare():
     line = "; drafts gained too little: 31 of 40 rounds did without"
     assert _seldom(DecodeConfig(), totals) == _seldom(DecodeConfig(mode="chain"), totals) == line
     assert _seldom(DecodeConfig(mode="ar"), totals) == _seldom(DecodeConfig(budget=0), totals) == ""
-    assert _seldom(DecodeConfig(), Totals(rounds=40)) == ""
+    assert _seldom(DecodeConfig(mode="chain", budget=0), totals) == line
+    assert _seldom(DecodeConfig(), Totals(rounds=40)) == _seldom(DecodeConfig(), Totals()) == ""
+    assert _seldom(DecodeConfig(), Totals(rounds=40, undrafted_rounds=7)) == ""
+    assert "8 of 40" in _seldom(DecodeConfig(), Totals(rounds=40, undrafted_rounds=8))
 
 
 def test_a_report_replaces_the_file_behind_a_link_and_not_a_device(tmp_path):

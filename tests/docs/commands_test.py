@@ -23,6 +23,7 @@ import pages
 import programs
 import pytest
 import quick_compile
+from limits import HANG_SECONDS
 
 from ddtree_jax.models import demo
 
@@ -323,7 +324,7 @@ def test_cmake(tmp_path):
             else:
                 words += ["--parallel", "2"]
             done = subprocess.run(
-                words, cwd=pages.ROOT, capture_output=True, text=True, timeout=1200
+                words, cwd=pages.ROOT, capture_output=True, text=True, timeout=HANG_SECONDS
             )
             assert done.returncode == 0, done.stdout + done.stderr
         library = tmp_path / "libddtree.so"

@@ -16,6 +16,7 @@ import pytest
 import quick_compile
 from absl import flags as program_flags
 from absl.testing import flagsaver
+from limits import HANG_SECONDS
 from safetensors.numpy import load_file, save_file
 
 from ddtree_jax import DecodeConfig
@@ -228,7 +229,7 @@ def test_ctrl_c_while_decoding_keeps_what_is_finished(cache, tmp_path):
         if line.startswith(prompts[2]):
             break
     running.send_signal(signal.SIGINT)
-    printed, said = running.communicate(timeout=100)
+    printed, said = running.communicate(timeout=HANG_SECONDS)
     assert running.returncode == 130
     *finished, last = json.loads(out.read_text())["completions"]
     assert len(finished) >= 2 and [one["prompt"] for one in finished] == prompts[: len(finished)]
@@ -381,7 +382,7 @@ def test_programs_start_in_a_fresh_python(program, flag):
         env={**os.environ, "JAX_PLATFORMS": "cpu"},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=HANG_SECONDS,
     )
     assert done.returncode == 0, done.stderr
     assert "GB" in done.stdout or "--" in done.stdout
@@ -412,7 +413,7 @@ def test_a_context_shorter_than_the_text_is_told(capsys):
 def test_the_readmes_set_up_is_what_ci_installs():
     root = _SCRIPT.parents[1]
     (tested,) = re.findall(
-        r"pip install -q -e (\S+) && \S+/pytest", (root / "README.md").read_text()
+        r"pip install -v -e (\S+) && \S+/pytest", (root / "README.md").read_text()
     )
     assert f"install -q -e {tested}\n" in (root / ".ci" / "run").read_text()
 

@@ -10,6 +10,7 @@ import ignored
 import pytest
 from absl import flags
 from absl.testing import flagsaver
+from limits import HANG_SECONDS
 
 _EXAMPLES = pathlib.Path(generate.__file__).parent
 
@@ -64,7 +65,7 @@ def test_ctrl_c_ends_a_long_call_at_once(start):
     running = start("--what=wait")
     assert running.stdout.read(5) == "ready"
     running.send_signal(signal.SIGINT)
-    _, said = running.communicate(timeout=40)
+    _, said = running.communicate(timeout=HANG_SECONDS)
     assert (running.returncode, said) == (130, "interrupted; two of three\n")
 
 
@@ -84,14 +85,14 @@ def test_a_closed_pipe_ends_quietly(start):
     running = start("--what=write")
     assert running.stdout.readline() == "line\n"
     running.stdout.close()
-    assert running.stderr.read() == "" and running.wait(timeout=60) == 141
+    assert running.stderr.read() == "" and running.wait(timeout=HANG_SECONDS) == 141
 
 
 @pytest.mark.parametrize("what", ["--what=write", "--what=forget", "--help"])
 def test_a_full_disk_is_one_line(start, what):
     with open("/dev/full", "w") as full:
         running = start(what, stdout=full)
-        _, said = running.communicate(timeout=60)
+        _, said = running.communicate(timeout=HANG_SECONDS)
     assert said == "error: the standard output: No space left on device\n"
     assert running.returncode == 1
 
@@ -112,7 +113,7 @@ def test_a_full_disk_is_one_line(start, what):
 )
 def test_errors_notes_and_help(start, arguments, status, said):
     running = start(*arguments)
-    out, err = running.communicate(timeout=60)
+    out, err = running.communicate(timeout=HANG_SECONDS)
     assert (running.returncode, err) == (status, said)
     assert ("--what" in out) == (arguments == ["--help"])
 
@@ -173,6 +174,6 @@ def test_bad_flags_are_found_before_jax_is_imported(tmp_path):
         for flag in cases
     }
     for flag, words in cases.items():
-        _, said = running[flag].communicate(timeout=100)
+        _, said = running[flag].communicate(timeout=HANG_SECONDS)
         assert said.startswith(f"error: {words}") and said.count("\n") == 1, said
         assert running[flag].returncode == 1

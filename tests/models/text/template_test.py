@@ -9,6 +9,7 @@ import threading
 import time
 
 import pytest
+from limits import HANG_SECONDS
 
 from ddtree_jax.models.text import template as module
 from ddtree_jax.models.text.template import ChatTemplate
@@ -210,7 +211,7 @@ def test_the_process_ends_with_its_parent(end):
         [sys.executable, "-c", PARENT, module.__file__, end],
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=HANG_SECONDS,
         env={**os.environ, "PYTHONWARNINGS": "error"},
     )
     assert done.returncode == (-signal.SIGKILL if end == "killed" else 0), done.stderr
